@@ -85,9 +85,9 @@ class Tags:
 class TokenMixer(nn.Module, ABC):
     """Base class of all token mixers.
 
-    A subclass adds its options as keyword arguments, each typed and with a default, and builds its parameters without
-    touching their values; ``reset_parameters`` gives every parameter and buffer its initial value, so that a mixer can be
-    built on the meta device.
+    A subclass adds its options as keyword arguments, each typed and with a default. ``reset_parameters`` gives every
+    parameter and buffer its initial value, which makes it possible to build a mixer on the meta device; ``__init__`` ends
+    by calling it, so that a mixer built elsewhere is ready for use.
 
     Args:
         d_model: Width D of the model.
@@ -129,7 +129,7 @@ class TokenMixer(nn.Module, ABC):
             The output ``[B, T, D]`` and the new state, which is None where no state was given.
 
         Raises:
-            ValueError: For what the tags deny, ``cu_seqlens`` with B > 1 or with a state, or more tokens than ``max_len``.
+            ValueError: For what the tags deny, ``cu_seqlens`` with B > 1 or with a state, or more tokens than the state has room for.
         """
 
     @abstractmethod
@@ -189,7 +189,9 @@ class TokenMixer(nn.Module, ABC):
             return
         name = type(self).__name__
         if not self.tags.packs_documents:
-            raise ValueError(f"{name} cannot keep packed documents apart: do not pass cu_seqlens (document_mask: false)")
+            raise ValueError(
+                f"{name} cannot keep packed documents apart: do not pass cu_seqlens (document_mask: false)"
+            )
         if x.shape[0] != 1:
             raise ValueError(f"cu_seqlens needs a batch of 1, got x of {list(x.shape)}")
         if state is not None:
@@ -198,7 +200,11 @@ class TokenMixer(nn.Module, ABC):
             raise ValueError(f"cu_seqlens must be int32 [n+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
         if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
             bounds = cu_seqlens.tolist()
-            if bounds[0] != 0 or bounds[-1] != x.shape[1] or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+            if (
+                bounds[0] != 0
+                or bounds[-1] != x.shape[1]
+                or any(b < a for a, b in zip(bounds, bounds[1:], strict=False))
+            ):
                 raise ValueError(f"cu_seqlens must rise from 0 to T = {x.shape[1]}, got {bounds}")
 
 

@@ -1,0 +1,42 @@
+"""Channel mixers: what a block does to each position by itself."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward layer W_down(SiLU(W_gate x) ⊙ W_up x) (Shazeer 2020, arXiv 2002.05202).
+
+    Args:
+        d_model: Width of the model.
+        n_layers: Layers of the backbone; the output projection starts smaller in deeper ones.
+        d_ff: Inner width; by default 8/3 · d_model, rounded up to a multiple of 64.
+    """
+
+    def __init__(self, d_model: int, *, n_layers: int = 1, d_ff: int | None = None) -> None:
+        super().__init__()
+        if d_ff is None:
+            d_ff = -(-8 * d_model // 3 // 64) * 64
+        if d_ff < 1:
+            raise ValueError(f"d_ff must be at least 1, got {d_ff}")
+        self.d_model, self.d_ff, self.n_layers = d_model, d_ff, n_layers
+        self.gate_proj = nn.Linear(d_model, d_ff, bias=False)
+        self.up_proj = nn.Linear(d_model, d_ff, bias=False)
+        self.down_proj = nn.Linear(d_ff, d_model, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights, σ = 1/√fan_in; the output projection scaled by 1/√(2·n_layers) (Radford et al. 2019)."""
+        nn.init.normal_(self.gate_proj.weight, std=self.d_model**-0.5)
+        nn.init.normal_(self.up_proj.weight, std=self.d_model**-0.5)
+        nn.init.normal_(self.down_proj.weight, std=(2 * self.n_layers * self.d_ff) ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., d_model]`` to the same shape."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def flops(self, T: int) -> int:
+        """Operations for T tokens, forward."""
+        return 6 * T * self.d_model * self.d_ff

@@ -1,0 +1,1 @@
+"""Numerics that several mixers share. Layout of heads: ``[B, T, H, D]``."""
