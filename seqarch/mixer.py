@@ -9,13 +9,14 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 State = dict[str, Tensor]
-"""What a mixer carries from one call to the next: a flat dict of tensors, each with the batch as its first dimension."""
+"""What a mixer carries from one call to the next: a flat dict of tensors, each with the batch first."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ class TokenMixer(nn.Module, ABC):
     """Base class of all token mixers.
 
     A subclass adds its options as keyword arguments, each typed and with a default. ``reset_parameters`` gives every
-    parameter and buffer its initial value, which makes it possible to build a mixer on the meta device; ``__init__`` ends
-    by calling it, so that a mixer built elsewhere is ready for use.
+    parameter and buffer its initial value, which makes it possible to build a mixer on the meta device; ``__init__``
+    ends by calling it, so that a mixer built elsewhere is ready for use.
 
     Args:
         d_model: Width D of the model.
@@ -123,13 +124,14 @@ class TokenMixer(nn.Module, ABC):
         Args:
             x: ``[B, T, D]``.
             cu_seqlens: int32 ``[n+1]``, from 0 to T: boundaries of packed documents (B = 1). Nothing crosses one.
-            state: Continues an earlier call, or starts from ``init_state``. It may be overwritten: use the returned one.
+            state: From ``init_state`` or an earlier call. It may be overwritten: use the returned one.
 
         Returns:
             The output ``[B, T, D]`` and the new state, which is None where no state was given.
 
         Raises:
-            ValueError: For what the tags deny, ``cu_seqlens`` with B > 1 or with a state, or more tokens than the state has room for.
+            ValueError: For what the tags deny, ``cu_seqlens`` with B > 1 or with a state, or more tokens than the
+                state has room for.
         """
 
     @abstractmethod
@@ -148,7 +150,7 @@ class TokenMixer(nn.Module, ABC):
 
     @abstractmethod
     def flops(self, T: int) -> int:
-        """Operations (a multiply-add is two) that the forward pass of one sequence of T tokens needs, projections included.
+        """Operations (a multiply-add is two) of the forward pass of one sequence of T tokens, projections included.
 
         Counts what the mathematics asks for (the causal half of attention, say), not what a backend wastes.
         """
@@ -200,11 +202,7 @@ class TokenMixer(nn.Module, ABC):
             raise ValueError(f"cu_seqlens must be int32 [n+1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
         if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
             bounds = cu_seqlens.tolist()
-            if (
-                bounds[0] != 0
-                or bounds[-1] != x.shape[1]
-                or any(b < a for a, b in zip(bounds, bounds[1:], strict=False))
-            ):
+            if bounds[0] != 0 or bounds[-1] != x.shape[1] or any(b < a for a, b in pairwise(bounds)):
                 raise ValueError(f"cu_seqlens must rise from 0 to T = {x.shape[1]}, got {bounds}")
 
 

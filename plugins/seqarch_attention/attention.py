@@ -19,7 +19,7 @@ from seqarch_attention.backends import flash_attention, flex_attention
 
 
 class Attention(TokenMixer):
-    """Causal multi-head softmax attention (Vaswani et al. 2017) with grouped key-value heads, rotary positions and a window.
+    """Causal multi-head softmax attention (Vaswani et al. 2017), with grouped key-value heads and a window as options.
 
     Args:
         d_model: Width of the model.
@@ -107,7 +107,7 @@ class Attention(TokenMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights, σ = 1/√fan_in; the output projection scaled by 1/√(2·n_layers); random constants standard normal."""
+        """Normal weights, σ = 1/√fan_in, o_proj further scaled by 1/√(2·n_layers); random constants have σ = 1."""
         for name, module in self.named_children():
             if isinstance(module, nn.RMSNorm):
                 module.reset_parameters()
@@ -129,6 +129,13 @@ class Attention(TokenMixer):
         self.check_input(x, cu_seqlens, state)
         backend = self.choose_backend(x)
         start = 0 if state is None else int(state["pos"][0])
+        if self.relation != "qk":
+            longest = start + x.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
+            if longest > self.max_len:
+                raise ValueError(
+                    f"relation '{self.relation}' has constants for max_len = {self.max_len} positions, the input has "
+                    f"{longest}: raise max_len"
+                )
         q, k, v = self._qkv(x, positions(x.shape[1], start=start, cu_seqlens=cu_seqlens, device=x.device))
         if state is not None:
             k, v, state = self._extend(k, v, state, start)
@@ -170,11 +177,6 @@ class Attention(TokenMixer):
 
     def _constants(self, table: Tensor, position: Tensor, batch_size: int) -> Tensor:
         """Rows of ``random_queries`` or ``random_keys`` for these positions, ``[B, T, heads, D]``."""
-        if len(position) > self.max_len and not torch.compiler.is_compiling() and int(position.max()) >= self.max_len:
-            raise ValueError(
-                f"relation '{self.relation}' has constants for max_len = {self.max_len} positions, the input reaches "
-                f"{int(position.max()) + 1}: raise max_len"
-            )
         return table[position].expand(batch_size, -1, -1, -1)
 
     def _torch(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -200,9 +202,7 @@ class Attention(TokenMixer):
                 seen.append(every[:, max(0, cache.shape[1] - start) :])
             else:
                 if end > cache.shape[1]:
-                    raise ValueError(
-                        f"the state has room for max_len = {cache.shape[1]} tokens, this call reaches {end}"
-                    )
+                    raise ValueError(f"the state has room for max_len = {cache.shape[1]} tokens, not for {end}")
                 new[name] = append(cache, x, start)
                 seen.append(new[name][:, :end])
         return seen[0], seen[1], new
@@ -214,7 +214,7 @@ class Attention(TokenMixer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> State:
-        """``k`` and ``v`` ``[B, max_len, G, D]`` (with a window: ``[B, window - 1, G, D]``) and ``pos`` ``[B]`` on the CPU."""
+        """``k``, ``v`` ``[B, max_len, G, D]`` (with a window: ``window - 1`` keys), and ``pos`` ``[B]``, on the CPU."""
         length = max_len if self.window is None else self.window - 1
         weight = self.v_proj.weight
         device, dtype = device or weight.device, dtype or weight.dtype

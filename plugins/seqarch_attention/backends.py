@@ -1,6 +1,6 @@
 """GPU backends of attention: FlashAttention's kernels, and FlexAttention where it is compiled.
 
-Layout ``[B, T, H, D]``; arguments as ``seqarch.ops.attention.causal_attention``, and ``slopes``, one ALiBi slope a head.
+Layout ``[B, T, H, D]``; arguments as ``seqarch.ops.attention.causal_attention``, and ALiBi ``slopes``, one a head.
 """
 
 from __future__ import annotations

@@ -15,11 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from seqarch.mixer import State, TokenMixer
 from seqarch.model.block import Block
+from seqarch.model.channel import ChannelMixer
 from seqarch.model.init import marked, materialise
 from seqarch.model.loss import IGNORE_INDEX, linear_cross_entropy, token_nll
 
 MixerFactory = Callable[..., TokenMixer]
-ChannelMixerFactory = Callable[..., nn.Module]
+ChannelMixerFactory = Callable[..., ChannelMixer]
 
 
 class Loss(NamedTuple):
@@ -84,14 +85,15 @@ class SequenceModel(nn.Module):
         self.vocab_size, self.d_model, self.n_layers = vocab_size, d_model, n_layers
         self.activation_checkpointing = activation_checkpointing
         self.embedding = Embedding(vocab_size, d_model)
-        self.blocks = nn.ModuleList(
+        blocks = [
             Block(
                 mixers[i % len(mixers)](d_model, layer_idx=i, n_layers=n_layers),
                 None if channel_mixer is None else channel_mixer(d_model, n_layers=n_layers),
                 norm_eps,
             )
             for i in range(n_layers)
-        )
+        ]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(d_model, eps=norm_eps)
         self.head = None if tie_embeddings else Embedding(vocab_size, d_model)
         self.no_weight_decay = marked(self, "_no_weight_decay")
@@ -115,6 +117,16 @@ class SequenceModel(nn.Module):
                 materialise(module, device, seed, self.n_layers + i)
         if shard is not None:
             shard(self)
+
+    @property
+    def mixers(self) -> list[TokenMixer]:
+        """The token mixers, from the first layer to the last."""
+        return [block.mixer for block in self.blocks if isinstance(block, Block)]
+
+    @property
+    def channel_mixers(self) -> list[ChannelMixer]:
+        """The channel mixers of the layers that have one."""
+        return [b.channel_mixer for b in self.blocks if isinstance(b, Block) and b.channel_mixer is not None]
 
     def _hidden(
         self, input_ids: Tensor, cu_seqlens: Tensor | None, state: list[State] | None
@@ -158,8 +170,8 @@ class SequenceModel(nn.Module):
             z_loss: With labels: weight of the squared log-normaliser in the objective.
 
         Returns:
-            Without labels: logits ``[B, T, V]`` and the new state (None if none was given). With labels: ``Loss``, or with
-            ``per_token`` nats ``[B, T]``, 0 where ignored.
+            Without labels: logits ``[B, T, V]`` and the new state (None if none was given). With labels: ``Loss``, or
+            with ``per_token`` nats ``[B, T]``, 0 where ignored.
         """
         h, state = self._hidden(input_ids, cu_seqlens, state)
         if labels is None:
@@ -176,13 +188,9 @@ class SequenceModel(nn.Module):
         self, batch_size: int, max_len: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> list[State]:
         """The empty state of every layer, for ``batch_size`` sequences of at most ``max_len`` tokens."""
-        return [block.mixer.init_state(batch_size, max_len, device=device, dtype=dtype) for block in self.blocks]
+        return [mixer.init_state(batch_size, max_len, device=device, dtype=dtype) for mixer in self.mixers]
 
     def flops(self, T: int) -> int:
         """Operations of the forward pass for one sequence of T tokens: mixers, channel mixers and head."""
-        total = 2 * T * self.d_model * self.vocab_size
-        for block in self.blocks:
-            total += block.mixer.flops(T)
-            if block.channel_mixer is not None:
-                total += block.channel_mixer.flops(T)
-        return total
+        head = 2 * T * self.d_model * self.vocab_size
+        return head + sum(m.flops(T) for m in [*self.mixers, *self.channel_mixers])

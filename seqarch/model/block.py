@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from seqarch.mixer import State, TokenMixer
+from seqarch.model.channel import ChannelMixer
 
 
 class Block(nn.Module):
@@ -16,7 +17,7 @@ class Block(nn.Module):
         norm_eps: ε of the RMS norms.
     """
 
-    def __init__(self, mixer: TokenMixer, channel_mixer: nn.Module | None, norm_eps: float) -> None:
+    def __init__(self, mixer: TokenMixer, channel_mixer: ChannelMixer | None, norm_eps: float) -> None:
         super().__init__()
         self.mixer_norm = nn.RMSNorm(mixer.d_model, eps=norm_eps)
         self.mixer = mixer

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class SwiGLU(nn.Module):
+class ChannelMixer(nn.Module, ABC):
+    """Base class of channel mixers: called with ``[B, T, D]``, built and reset as a ``TokenMixer`` is.
+
+    Args:
+        d_model: Width D of the model.
+        n_layers: Layers of the backbone.
+    """
+
+    def __init__(self, d_model: int, *, n_layers: int = 1) -> None:
+        super().__init__()
+        self.d_model, self.n_layers = d_model, n_layers
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[B, T, D]`` to the same shape, each position by itself."""
+
+    @abstractmethod
+    def reset_parameters(self) -> None:
+        """Give every parameter and buffer its initial value."""
+
+    @abstractmethod
+    def flops(self, T: int) -> int:
+        """Operations (a multiply-add is two) of the forward pass for T tokens."""
+
+
+class SwiGLU(ChannelMixer):
     """Gated feed-forward layer W_down(SiLU(W_gate x) ⊙ W_up x) (Shazeer 2020, arXiv 2002.05202).
 
     Args:
@@ -16,12 +43,12 @@ class SwiGLU(nn.Module):
     """
 
     def __init__(self, d_model: int, *, n_layers: int = 1, d_ff: int | None = None) -> None:
-        super().__init__()
+        super().__init__(d_model, n_layers=n_layers)
         if d_ff is None:
             d_ff = -(-8 * d_model // 3 // 64) * 64
         if d_ff < 1:
             raise ValueError(f"d_ff must be at least 1, got {d_ff}")
-        self.d_model, self.d_ff, self.n_layers = d_model, d_ff, n_layers
+        self.d_ff = d_ff
         self.gate_proj = nn.Linear(d_model, d_ff, bias=False)
         self.up_proj = nn.Linear(d_model, d_ff, bias=False)
         self.down_proj = nn.Linear(d_ff, d_model, bias=False)
@@ -34,9 +61,9 @@ class SwiGLU(nn.Module):
         nn.init.normal_(self.down_proj.weight, std=(2 * self.n_layers * self.d_ff) ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[..., d_model]`` to the same shape."""
+        """Map ``[B, T, D]`` to the same shape."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def flops(self, T: int) -> int:
-        """Operations for T tokens, forward."""
+        """Three projections."""
         return 6 * T * self.d_model * self.d_ff

@@ -39,7 +39,7 @@ def reset(module: nn.Module) -> None:
         TypeError: If a module holds parameters or buffers and has no ``reset_parameters``.
     """
     for child in _outermost(module):
-        child.reset_parameters()
+        child.reset_parameters()  # pyright: ignore[reportCallIssue]  (found by name)
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:

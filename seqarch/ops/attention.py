@@ -1,9 +1,12 @@
-"""Causal softmax attention in plain PyTorch: linear memory, windows, packed documents, a key cache longer than the queries.
+"""Causal softmax attention in plain PyTorch: linear memory, windows, packed documents, more keys than queries.
 
-Shape legend: B batch, T queries, S keys (S ≥ T; the last T keys are the queries' own), H heads, G key-value heads, D head size.
+Shape legend: B batch, T queries, S keys (S ≥ T; the last T keys are the queries' own), H heads, G key-value heads,
+D head size.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +35,7 @@ def causal_attention(
         bounds = cu_seqlens.tolist()
         parts = [
             causal_attention(q[:, a:b], k[:, a:b], v[:, a:b], scale=scale, window=window)
-            for a, b in zip(bounds, bounds[1:], strict=False)
+            for a, b in pairwise(bounds)
             if b > a
         ]
         return torch.cat(parts, dim=1)

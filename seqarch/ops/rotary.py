@@ -39,7 +39,7 @@ def rotary(x: Tensor, position: Tensor, base: float = 10000.0) -> Tensor:
 
 
 def rotation(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine ``[T, 1, dim/2]`` for ``rotate``; angles are taken in float64, so that late positions stay exact."""
+    """Cosine and sine ``[T, 1, dim/2]`` for ``rotate``; the angles are float64, so that late positions are exact."""
     angle = _angles(position, dim, base)[:, None]
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
