@@ -1,0 +1,74 @@
+"""The command ``seqarch``: a list of commands, each imported only when it runs, so that help comes at once."""
+
+from __future__ import annotations
+
+import sys
+from difflib import get_close_matches
+from importlib import import_module
+
+COMMANDS = {
+    "fit": ("seqarch.commands.fit:run", "train a model: seqarch fit --config recipes/quickstart.yaml"),
+    "validate": (
+        "seqarch.commands.fit:run",
+        "losses by domain of a checkpoint: seqarch validate --config … --ckpt_path …",
+    ),
+    "generate": ("seqarch.commands.generate:run", "continue a text: seqarch generate --ckpt … --prompt …"),
+    "mixers": ("seqarch.commands.mixers:run", "list the token mixers that are installed, and their backends"),
+    "data": ("seqarch.commands.data:run", "prepare token shards, train a tokenizer, inspect a corpus"),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one command. ``argv`` defaults to the arguments of the process.
+
+    Raises:
+        SystemExit: With status 2 for bad input, after one message on standard error.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return
+    name, *rest = arguments
+    if name == "--version":
+        from seqarch import __version__
+
+        print(f"seqarch {__version__}")
+        return
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "`seqarch --help` lists them"
+        fail(f"there is no command '{name}': {hint}")
+    module, function = COMMANDS[name][0].split(":")
+    try:
+        getattr(import_module(module), function)(name, rest)
+    except (ValueError, OSError) as error:
+        # What users can mend is raised as ValueError or OSError; SEQARCH_TRACEBACK=1 shows where.
+        import os
+
+        if os.environ.get("SEQARCH_TRACEBACK"):
+            raise
+        fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def fail(message: str) -> None:
+    """Print an error and leave with status 2."""
+    print(f"seqarch: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Pre-train language models with pluggable token mixers, and measure their base capabilities.",
+            "",
+            "usage: seqarch COMMAND …",
+            "",
+            *lines,
+            "",
+            "`seqarch COMMAND --help` tells more.",
+        ]
+    )

@@ -1,0 +1,1 @@
+"""What each command of ``seqarch`` does; each module offers ``run(name, arguments)``."""
