@@ -14,6 +14,8 @@ from seqarch import Backend, Tags, TokenMixer
 from seqarch.mixer import TORCH, State
 from seqarch.ops.attention import add_alibi, alibi_slopes, causal_attention
 from seqarch.ops.cache import append
+from seqarch.ops.linear import joint_linear
+from seqarch.ops.norm import RMSNorm
 from seqarch.ops.rotary import positions, rotate, rotation, sinusoid
 from seqarch_attention.backends import flash_attention, flex_attention
 
@@ -102,8 +104,8 @@ class Attention(TokenMixer):
             self.k_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=False)
         else:
             self.random_keys = nn.Parameter(torch.empty(max_len, n_kv_heads, head_dim))
-        self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
+        self.q_norm = RMSNorm(head_dim, 1e-6) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, 1e-6) if qk_norm else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -157,17 +159,18 @@ class Attention(TokenMixer):
     def _qkv(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[B, T, H, D]``, keys and values ``[B, T, G, D]`` with everything done but attention."""
         B, T, _ = x.shape
-        v = self.v_proj(x).view(B, T, self.n_kv_heads, self.head_dim)
         if self.position == "absolute":
             x = x + sinusoid(position, self.d_model, x.dtype)
-        if self.relation == "random_scores":
-            q = self._constants(self.random_queries, position, B)
-        else:
-            q = self.q_proj(x).view(B, T, self.n_heads, self.head_dim)
         if self.relation == "qk":
-            k = self.k_proj(x).view(B, T, self.n_kv_heads, self.head_dim)
-        else:
+            q, k, v = joint_linear(x, self.q_proj, self.k_proj, self.v_proj)
+        elif self.relation == "random_keys":
+            q, v = joint_linear(x, self.q_proj, self.v_proj)
             k = self._constants(self.random_keys, position, B)
+        else:
+            v = self.v_proj(x)
+            q, k = (self._constants(table, position, B) for table in (self.random_queries, self.random_keys))
+        q = q.view(B, T, self.n_heads, self.head_dim)
+        k, v = (t.view(B, T, self.n_kv_heads, self.head_dim) for t in (k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.position == "rope":
@@ -176,8 +179,8 @@ class Attention(TokenMixer):
         return q, k, v
 
     def _constants(self, table: Tensor, position: Tensor, batch_size: int) -> Tensor:
-        """Rows of ``random_queries`` or ``random_keys`` for these positions, ``[B, T, heads, D]``."""
-        return table[position].expand(batch_size, -1, -1, -1)
+        """Rows of ``random_queries`` or ``random_keys`` for these positions, ``[B, T, heads · D]``."""
+        return table[position].flatten(1).expand(batch_size, -1, -1)
 
     def _torch(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         if self.position != "alibi":

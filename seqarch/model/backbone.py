@@ -18,6 +18,7 @@ from seqarch.model.block import Block
 from seqarch.model.channel import ChannelMixer
 from seqarch.model.init import marked, materialise
 from seqarch.model.loss import IGNORE_INDEX, linear_cross_entropy, token_nll
+from seqarch.ops.norm import RMSNorm
 
 MixerFactory = Callable[..., TokenMixer]
 ChannelMixerFactory = Callable[..., ChannelMixer]
@@ -37,14 +38,11 @@ class Loss(NamedTuple):
 
 
 class Embedding(nn.Embedding):
-    """Embedding, or head, whose weight ``[V, D]`` starts normal with σ = 1/√D.
-
-    Hidden states leave the last norm with unit RMS, so that the logits start with unit variance.
-    """
+    """Embedding, or head, whose weight ``[V, D]`` starts normal with σ = 0.02 (Radford et al. 2019)."""
 
     def reset_parameters(self) -> None:
         """Draw the weight."""
-        nn.init.normal_(self.weight, std=self.embedding_dim**-0.5)
+        nn.init.normal_(self.weight, std=0.02)
 
 
 class SequenceModel(nn.Module):
@@ -94,7 +92,7 @@ class SequenceModel(nn.Module):
             for i in range(n_layers)
         ]
         self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.RMSNorm(d_model, eps=norm_eps)
+        self.norm = RMSNorm(d_model, norm_eps)
         self.head = None if tie_embeddings else Embedding(vocab_size, d_model)
         self.no_weight_decay = marked(self, "_no_weight_decay")
 
@@ -127,6 +125,11 @@ class SequenceModel(nn.Module):
     def channel_mixers(self) -> list[ChannelMixer]:
         """The channel mixers of the layers that have one."""
         return [b.channel_mixer for b in self.blocks if isinstance(b, Block) and b.channel_mixer is not None]
+
+    def compile_blocks(self) -> None:
+        """Compile each block in place: one graph serves all of a kind, and the names of parameters stay as they are."""
+        for block in self.blocks:
+            block.compile()
 
     def _hidden(
         self, input_ids: Tensor, cu_seqlens: Tensor | None, state: list[State] | None

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from seqarch.mixer import State, TokenMixer
 from seqarch.model.channel import ChannelMixer
+from seqarch.ops.norm import RMSNorm
 
 
 class Block(nn.Module):
@@ -19,9 +20,9 @@ class Block(nn.Module):
 
     def __init__(self, mixer: TokenMixer, channel_mixer: ChannelMixer | None, norm_eps: float) -> None:
         super().__init__()
-        self.mixer_norm = nn.RMSNorm(mixer.d_model, eps=norm_eps)
+        self.mixer_norm = RMSNorm(mixer.d_model, norm_eps)
         self.mixer = mixer
-        self.channel_norm = None if channel_mixer is None else nn.RMSNorm(mixer.d_model, eps=norm_eps)
+        self.channel_norm = None if channel_mixer is None else RMSNorm(mixer.d_model, norm_eps)
         self.channel_mixer = channel_mixer
 
     def forward(

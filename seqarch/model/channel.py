@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from seqarch.ops.gate import gated_silu
+from seqarch.ops.linear import joint_linear
 
 
 class ChannelMixer(nn.Module, ABC):
@@ -62,7 +64,8 @@ class SwiGLU(ChannelMixer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[B, T, D]`` to the same shape."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = joint_linear(x, self.gate_proj, self.up_proj)
+        return self.down_proj(gated_silu(gate, up))
 
     def flops(self, T: int) -> int:
         """Three projections."""

@@ -76,19 +76,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for h, y in zip(*_chunks(hidden_c, labels, len(weight)), strict=True):
                 valid = y != ignore_index
                 target = torch.where(valid, y, 0)[:, None]
-                logits = _logits(h, weight_c)
-                lse = logits.logsumexp(dim=-1)
-                per_token = torch.where(valid, lse - logits.gather(-1, target)[:, 0], 0.0)
+                # From here on the memory of the logits is reused: exponentials, then their gradient.
+                p = _logits(h, weight_c)
+                score = p.gather(-1, target)[:, 0]
+                top = p.amax(dim=-1)
+                total_p = p.sub_(top[:, None]).exp_().sum(dim=-1)
+                lse = total_p.log() + top
+                per_token = torch.where(valid, lse - score, 0.0)
                 nll = nll + per_token.sum()
                 if z_loss:
                     total = total + z_loss * torch.where(valid, lse.square(), 0.0).sum()
                 if grad_hidden is None and grad_weight is None:
                     continue
-                # d/dlogits: (1 + 2·z·lse)·softmax - onehot, in the memory of the logits
-                grad = logits.sub_(lse[:, None]).exp_()
-                grad *= (valid * (1.0 + 2.0 * z_loss * lse) if z_loss else valid.to(grad.dtype))[:, None]
-                grad.scatter_add_(-1, target, -valid[:, None].to(grad.dtype))
-                grad = grad.to(h.dtype)
+                # d/dlogits: (1 + 2·z·lse)·softmax - onehot
+                factor = valid * (1.0 + 2.0 * z_loss * lse) / total_p
+                grad = p.mul_(factor[:, None]).scatter_add_(-1, target, -valid[:, None].to(p.dtype)).to(h.dtype)
                 if grad_hidden is not None:
                     grad_hidden[start : start + len(h)] = grad @ weight_c
                 if grad_weight is not None:

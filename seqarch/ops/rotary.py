@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def positions(
@@ -46,8 +49,29 @@ def rotation(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tup
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x_i, x_{i + D/2}) of ``[B, T, H, D]`` by the angles of ``rotation``."""
+    if torch.compiler.is_compiling():
+        return _rotated(x, cos, sin)
+    return _Rotate.apply(x, cos, sin)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back: nothing of x is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad_outputs[0], cos, -sin), None, None
 
 
 def sinusoid(position: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
