@@ -1,0 +1,400 @@
+"""The Lightning data modules: which domains are trained on and which are tested, in batches of tokens."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+from seqarch.data.corpus import Corpus
+from seqarch.data.mixture import SampleOrder, check_weights
+from seqarch.data.test_batches import TestBatches, choose_documents, count_bytes, loader
+from seqarch.data.train_batches import TrainBatches, TrainLoader
+
+log = logging.getLogger(__name__)
+
+
+class TokenDataModule(L.LightningDataModule):
+    """Training batches mixed from domains, and one validation loader for each test domain.
+
+    The order of training samples is a pure function of ``seed`` and the sample's number: the same for any number of ranks,
+    workers and accumulation steps. A resumed run sees exactly the batches that an uninterrupted one would have seen. The
+    stream of batches is endless: training ends by ``max_steps``.
+
+    Use a subclass, which says which domains are in-domain. After ``setup`` the attributes ``vocab_size``, ``eos_id``,
+    ``tokenizer_path``, ``tokenizer_hash``, ``train_domains``, ``val_domains``, ``train_tokens`` and ``tokens_per_epoch``
+    are there.
+
+    Args:
+        path: Folder of a prepared corpus, or ``builtin``.
+        seq_len: Tokens of a sequence.
+        batch_size: Sequences of an optimiser step, over all ranks.
+        micro_batch_size: Sequences of a rank in one forward pass.
+        train_domains: Domains to train on; all of the corpus if None.
+        test_domains: Domains to validate on; all of the corpus if None.
+        weights: Share of each training domain; in proportion to its tokens if None.
+        document_mask: Keep packed documents apart: flat batches with ``cu_seqlens``.
+        seed: Another seed is another order of the training data.
+        num_workers: Loader processes of each rank.
+        val_batch_size: Windows of a validation batch; micro_batch_size if None.
+        max_val_tokens: Cap of the tokens of each test domain, by a fixed choice of whole documents.
+        verify: Check every shard's checksum before use, which reads the corpus once.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        seq_len: int,
+        batch_size: int,
+        micro_batch_size: int,
+        *,
+        train_domains: list[str] | None = None,
+        test_domains: list[str] | None = None,
+        weights: dict[str, float] | None = None,
+        document_mask: bool = False,
+        seed: int = 0,
+        num_workers: int = 0,
+        val_batch_size: int | None = None,
+        max_val_tokens: int | None = None,
+        verify: bool = True,
+    ) -> None:
+        super().__init__()
+        if type(self) is TokenDataModule:
+            raise TypeError("TokenDataModule is abstract: use LimitedDomainDataModule or MixedDomainDataModule")
+        for option, value, least in (
+            ("seq_len", seq_len, 2),
+            ("batch_size", batch_size, 1),
+            ("micro_batch_size", micro_batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("val_batch_size", micro_batch_size if val_batch_size is None else val_batch_size, 1),
+            ("max_val_tokens", 1 if max_val_tokens is None else max_val_tokens, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{option} must be at least {least}, got {value}")
+        if batch_size % micro_batch_size:
+            raise ValueError(f"batch_size {batch_size} must be a multiple of micro_batch_size {micro_batch_size}")
+        for option, domains in (("train_domains", train_domains), ("test_domains", test_domains)):
+            if domains is not None and not domains:
+                raise ValueError(f"{option} is empty: name at least one domain, or leave it out for all")
+            if domains is not None and len(set(domains)) < len(domains):
+                raise ValueError(f"{option} names a domain twice: {', '.join(domains)}")
+        if weights is not None:
+            check_weights(weights, train_domains or list(weights))
+        self.path = path
+        self.seq_len = seq_len
+        self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
+        self.train_domains = train_domains
+        self.test_domains = test_domains
+        self.weights = weights
+        self.document_mask = document_mask
+        self.seed = seed
+        self.num_workers = num_workers
+        self.val_batch_size = micro_batch_size if val_batch_size is None else val_batch_size
+        self.max_val_tokens = max_val_tokens
+        self.verify = verify
+        self.prepare_data_per_node = True
+        self._corpus: Corpus | None = None
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimiser step, over all ranks."""
+        return self.batch_size * self.seq_len
+
+    @property
+    def corpus(self) -> Corpus:
+        """The opened corpus; there after ``setup``."""
+        if self._corpus is None:
+            raise RuntimeError("call setup() first")
+        return self._corpus
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.corpus.tokenizer.vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        """Id of the end-of-text token."""
+        return self.corpus.tokenizer.eos_id
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The corpus's ``tokenizer.json``."""
+        return self.corpus.tokenizer_path
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """SHA-256 of ``tokenizer.json``, as hexadecimal."""
+        return self.corpus.tokenizer.hash
+
+    def in_domain(self, name: str) -> bool:
+        """Whether a test domain is one that is trained on. There after ``setup``."""
+        return name in self.order.domains
+
+    def _root(self) -> Path:
+        if str(self.path) == "builtin":
+            from seqarch.data.builtin import builtin_corpus
+
+            return builtin_corpus()
+        return Path(self.path)
+
+    def prepare_data(self) -> None:
+        """Build the built-in corpus if it is asked for, and check the shards (one process of each node)."""
+        corpus = Corpus(self._root())
+        if self.verify:
+            corpus.verify()
+
+    def setup(self, stage: Literal["fit", "validate", "test", "predict"] | str = "fit") -> None:
+        """Open the corpus and fix the order of the training data.
+
+        Raises:
+            ValueError: If the corpus does not have a domain, too few tokens for one window, or if ``batch_size`` cannot be
+                dealt to the ranks.
+        """
+        if self._corpus is None:
+            self._corpus = Corpus(self._root())
+            self._set_domains(self._corpus)
+        if stage == "fit":
+            self._set_accumulation()
+
+    def _set_domains(self, corpus: Corpus) -> None:
+        names = self.train_domains or corpus.domains("train")
+        streams = {d: corpus.stream("train", d, "train_domains") for d in names}
+        if not streams:
+            raise ValueError(
+                f"path: {corpus.root} has no train split; prepare one with `seqarch data prepare --split train`"
+            )
+        for domain, stream in streams.items():
+            if stream.n_windows(self.seq_len) == 0:
+                raise ValueError(
+                    f"domain {domain} of {corpus.root} has {stream.n_tokens} tokens, fewer than one window of "
+                    f"{self.seq_len + 1}: lower seq_len, prepare more text, or leave the domain out of train_domains"
+                )
+        self.train_tokens = {d: s.n_tokens for d, s in streams.items()}
+        windows = {d: s.n_windows(self.seq_len) for d, s in streams.items()}
+        weights = self.weights or {d: float(n) for d, n in self.train_tokens.items()}
+        self.order = SampleOrder(windows, weights, self.seed)
+        self.tokens_per_epoch = {d: windows[d] * self.seq_len for d in self.order.domains}
+        self._train_streams = streams
+        self.val_domains = self.test_domains or corpus.domains("test")
+        self._test_streams = {d: corpus.stream("test", d, "test_domains") for d in self.val_domains}
+
+    def _rank(self) -> tuple[int, int]:
+        """This process's place among the data-parallel ranks, and their number."""
+        if self.trainer is None:
+            return 0, 1
+        dealt = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)
+        if dealt is None:
+            return 0, 1
+        return dealt["rank"], dealt["num_replicas"]
+
+    def _set_accumulation(self) -> None:
+        world_size = self._rank()[1]
+        together = self.micro_batch_size * world_size
+        if self.batch_size % together:
+            raise ValueError(
+                f"batch_size {self.batch_size} must be a multiple of micro_batch_size x ranks = {self.micro_batch_size} x "
+                f"{world_size} = {together}"
+            )
+        if self.trainer is None:
+            return
+        accumulation = self.batch_size // together
+        if self.trainer.accumulate_grad_batches not in (1, accumulation):
+            raise ValueError(
+                f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}, but batch_size, micro_batch_size "
+                f"and {world_size} ranks make it {accumulation}: leave it out"
+            )
+        self.trainer.accumulate_grad_batches = accumulation
+
+    def _current_step(self) -> int:
+        if self.trainer is None:
+            return 0
+        # A checkpoint may come from another number of ranks, or from inside an accumulation: a step starts at its beginning.
+        current = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        over = current.ready % self.trainer.accumulate_grad_batches
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(current, name, getattr(current, name) - over)
+        return self.trainer.global_step
+
+    def train_dataloader(self) -> DataLoader:
+        """This rank's micro batches, from the optimiser step at which the trainer stands."""
+        rank, world_size = self._rank()
+        batches = TrainBatches(
+            self.order,
+            self._train_streams,
+            seq_len=self.seq_len,
+            batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            document_mask=self.document_mask,
+        )
+        return TrainLoader(
+            batches, self._current_step, num_workers=self.num_workers, pin_memory=torch.cuda.is_available()
+        )
+
+    def val_dataloader(self) -> list[DataLoader]:
+        """One loader for each of ``val_domains``, in that order; see `TestBatches` for what a batch is."""
+        rank, world_size = self._rank()
+        loaders = []
+        for stream in self._test_streams.values():
+            documents = choose_documents(stream, self.max_val_tokens)
+            batches = TestBatches(
+                stream,
+                documents,
+                count_bytes(stream, documents, self.tokenizer_path, self.eos_id),
+                seq_len=self.seq_len,
+                batch_size=self.val_batch_size,
+                eos_id=self.eos_id,
+                rank=rank,
+                world_size=world_size,
+            )
+            loaders.append(loader(batches, self.num_workers, torch.cuda.is_available()))
+        return loaders
+
+    def test_dataloader(self) -> list[DataLoader]:
+        """The same as `val_dataloader`."""
+        return self.val_dataloader()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides the order of the training data."""
+        return {
+            "tokenizer_hash": self.tokenizer_hash,
+            "order": {
+                "seed": self.seed,
+                "seq_len": self.seq_len,
+                "batch_size": self.batch_size,
+                "domains": list(self.order.domains),
+                "windows": list(self.order.windows),
+                "counts": list(self.order.counts),
+            },
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Compare with the run that wrote the checkpoint.
+
+        Raises:
+            ValueError: If its tokenizer was another one.
+        """
+        if state_dict["tokenizer_hash"] != self.tokenizer_hash:
+            raise ValueError(
+                f"the checkpoint was trained with another tokenizer (hash {state_dict['tokenizer_hash'][:12]}…) than that of "
+                f"{self.corpus.root} ({self.tokenizer_hash[:12]}…): use the corpus it was trained on"
+            )
+        own = self.state_dict()["order"]
+        changed = [name for name, value in state_dict["order"].items() if own[name] != value]
+        if changed:
+            log.warning(
+                "the data differs from the checkpoint's in %s: its order does not go on exactly", ", ".join(changed)
+            )
+
+
+class LimitedDomainDataModule(TokenDataModule):
+    """Train on some domains and test on all: those trained on are in-domain, the others out of domain.
+
+    Args:
+        path: Folder of a prepared corpus, or ``builtin`` for the text of this Python installation.
+        seq_len: Tokens of a sequence.
+        batch_size: Sequences of an optimiser step, over all ranks.
+        micro_batch_size: Sequences of a rank in one forward pass; the rest of batch_size is accumulated.
+        train_domains: Domains to train on.
+        test_domains: Domains to validate on; all of the test split by default.
+        weights: Share of each training domain; by default in proportion to its tokens.
+        document_mask: Keep packed documents apart (cu_seqlens); the mixer must support it.
+        seed: Another seed is another order of the training data.
+        num_workers: Loader processes of each rank; 0 loads in the training process.
+        val_batch_size: Windows of a validation batch; micro_batch_size by default.
+        max_val_tokens: Cap of the tokens of each test domain, by a fixed choice of whole documents.
+        verify: Check every shard's checksum before use, which reads the corpus once.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        seq_len: int,
+        batch_size: int,
+        micro_batch_size: int,
+        train_domains: list[str],
+        test_domains: list[str] | None = None,
+        weights: dict[str, float] | None = None,
+        document_mask: bool = False,
+        seed: int = 0,
+        num_workers: int = 0,
+        val_batch_size: int | None = None,
+        max_val_tokens: int | None = None,
+        verify: bool = True,
+    ) -> None:
+        super().__init__(
+            path,
+            seq_len,
+            batch_size,
+            micro_batch_size,
+            train_domains=train_domains,
+            test_domains=test_domains,
+            weights=weights,
+            document_mask=document_mask,
+            seed=seed,
+            num_workers=num_workers,
+            val_batch_size=val_batch_size,
+            max_val_tokens=max_val_tokens,
+            verify=verify,
+        )
+
+
+class MixedDomainDataModule(TokenDataModule):
+    """Train on all domains of the corpus, by weight; every test domain is in-domain.
+
+    Args:
+        path: Folder of a prepared corpus, or ``builtin`` for the text of this Python installation.
+        seq_len: Tokens of a sequence.
+        batch_size: Sequences of an optimiser step, over all ranks.
+        micro_batch_size: Sequences of a rank in one forward pass; the rest of batch_size is accumulated.
+        weights: Share of each domain; by default in proportion to its tokens.
+        test_domains: Domains to validate on; all of the test split by default.
+        document_mask: Keep packed documents apart (cu_seqlens); the mixer must support it.
+        seed: Another seed is another order of the training data.
+        num_workers: Loader processes of each rank; 0 loads in the training process.
+        val_batch_size: Windows of a validation batch; micro_batch_size by default.
+        max_val_tokens: Cap of the tokens of each test domain, by a fixed choice of whole documents.
+        verify: Check every shard's checksum before use, which reads the corpus once.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        seq_len: int,
+        batch_size: int,
+        micro_batch_size: int,
+        weights: dict[str, float] | None = None,
+        test_domains: list[str] | None = None,
+        document_mask: bool = False,
+        seed: int = 0,
+        num_workers: int = 0,
+        val_batch_size: int | None = None,
+        max_val_tokens: int | None = None,
+        verify: bool = True,
+    ) -> None:
+        super().__init__(
+            path,
+            seq_len,
+            batch_size,
+            micro_batch_size,
+            test_domains=test_domains,
+            weights=weights,
+            document_mask=document_mask,
+            seed=seed,
+            num_workers=num_workers,
+            val_batch_size=val_batch_size,
+            max_val_tokens=max_val_tokens,
+            verify=verify,
+        )
+
+    def in_domain(self, name: str) -> bool:
+        """Always true: a mixture of all domains has no other."""
+        return True
