@@ -1,4 +1,4 @@
-"""Data: raw text to token shards, and shards to batches. Importing this package is light; its names load on first use."""
+"""Data: raw text to token shards, and shards to batches. Importing it is light: its names load on first use."""
 
 from __future__ import annotations
 

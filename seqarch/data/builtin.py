@@ -38,9 +38,9 @@ def environment_fingerprint() -> str:
 def builtin_corpus(vocab_size: int = 4096) -> Path:
     """The folder of the built-in corpus; builds it first if this installation has none yet.
 
-    Domains: ``docs`` (docstrings) and ``readme`` (package descriptions) to train on, ``code`` (Python), ``headers`` (C and
-    C++) and ``legal`` (licences). Each has a train and a test split, of different packages. A domain of which too little is
-    installed is left out, with a warning.
+    Domains: ``docs`` (docstrings) and ``readme`` (package descriptions) to train on, ``code`` (Python), ``headers`` (C
+    and C++) and ``legal`` (licences). Each has a train and a test split, of different packages. A domain of which too
+    little is installed is left out, with a warning.
 
     Args:
         vocab_size: Ids of its byte-level BPE, trained on the training text of docs and readme.

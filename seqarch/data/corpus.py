@@ -40,7 +40,7 @@ class TokenStream:
         return self._document_starts[-1]
 
     def n_windows(self, seq_len: int) -> int:
-        """Windows of ``seq_len + 1`` tokens, of which neighbours share one: a last label is the next one's first input."""
+        """Windows of ``seq_len + 1`` tokens; neighbours share one, a last label that is the next one's first input."""
         return max(0, (self.n_tokens - 1) // seq_len)
 
     def _pieces(self, start: int, end: int) -> list[tuple[Shard, int, int, int]]:
@@ -99,7 +99,7 @@ class Corpus:
         root: The folder.
 
     Raises:
-        ValueError: If there is no corpus, a part or file of it is missing or truncated, or its tokenizer is another one.
+        ValueError: If there is no corpus, if a part or file of it is missing or truncated, or its tokenizer another.
     """
 
     def __init__(self, root: Path) -> None:
@@ -140,8 +140,8 @@ class Corpus:
                 shards.append(f"{split}/{idx.name.removesuffix('.idx')}")
         if not names:
             raise ValueError(
-                f"path: {self.root} holds neither {manifest_path(self.root).name} nor shards (train/*.idx, test/*.idx); "
-                "prepare it with `seqarch data prepare`"
+                f"path: {self.root} holds neither {manifest_path(self.root).name} nor train/*.idx or test/*.idx: "
+                "it is no corpus; make one with `seqarch data prepare`"
             )
         return names
 
@@ -155,8 +155,8 @@ class Corpus:
         record = self.manifest.tokenizer
         if found != record.hash:
             raise ValueError(
-                f"{self.tokenizer_path} does not match the shards: its hash is {found[:12]}…, that of the tokenizer that made "
-                f"them {record.hash[:12]}…; put that one back, or prepare the corpus again"
+                f"{self.tokenizer_path} does not match the shards: its hash is {found[:12]}…, that of the one that "
+                f"made them {record.hash[:12]}…; put that one back, or prepare the corpus again"
             )
         return record
 
@@ -172,8 +172,8 @@ class Corpus:
         size = self.tokenizer.vocab_size
         if max_id >= size:
             raise ValueError(
-                f"{self.root / name}.bin holds id {max_id}, but the vocabulary of {self.tokenizer_path} has only {size}: "
-                "another tokenizer made these shards; use that one"
+                f"{self.root / name}.bin holds id {max_id}, but the vocabulary of {self.tokenizer_path} has only "
+                f"{size} ids: another tokenizer made these shards; use that one"
             )
 
     def verify(self) -> None:
@@ -194,6 +194,12 @@ class Corpus:
     def domains(self, split: str) -> list[str]:
         """Names of the domains of a split, sorted."""
         return sorted(self.splits[split])
+
+    def recorded_bytes(self, split: str, domain: str) -> int | None:
+        """UTF-8 bytes of a domain's text, or None where that was not recorded."""
+        if self.manifest is None:
+            return None
+        return sum(s.bytes for s in self.manifest.splits[split][domain])
 
     def stream(self, split: str, domain: str, option: str) -> TokenStream:
         """A domain's tokens; ``ValueError`` names ``option`` and the domains that there are."""

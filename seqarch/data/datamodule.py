@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from seqarch.data.corpus import Corpus
+from seqarch.data.eval_batches import EvalBatches, choose_documents, count_bytes, loader
 from seqarch.data.mixture import SampleOrder, check_weights
-from seqarch.data.test_batches import TestBatches, choose_documents, count_bytes, loader
 from seqarch.data.train_batches import TrainBatches, TrainLoader
 
 log = logging.getLogger(__name__)
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 class TokenDataModule(L.LightningDataModule):
     """Training batches mixed from domains, and one validation loader for each test domain.
 
-    The order of training samples is a pure function of ``seed`` and the sample's number: the same for any number of ranks,
-    workers and accumulation steps. A resumed run sees exactly the batches that an uninterrupted one would have seen. The
-    stream of batches is endless: training ends by ``max_steps``.
+    The order of training samples is a pure function of ``seed`` and the sample's number: the same for any number of
+    ranks, workers and accumulation steps. A resumed run sees exactly the batches that an uninterrupted one would have
+    seen. The stream of batches is endless: training ends by ``max_steps``.
 
-    Use a subclass, which says which domains are in-domain. After ``setup`` the attributes ``vocab_size``, ``eos_id``,
-    ``tokenizer_path``, ``tokenizer_hash``, ``train_domains``, ``val_domains``, ``train_tokens`` and ``tokens_per_epoch``
-    are there.
+    Use a subclass, which says which domains are in-domain. ``setup`` makes the attributes ``vocab_size``, ``eos_id``,
+    ``tokenizer_path``, ``tokenizer_hash``, ``val_domains`` (in the order of the loaders), ``train_tokens`` and
+    ``tokens_per_epoch`` (both by domain).
 
     Args:
         path: Folder of a prepared corpus, or ``builtin``.
@@ -154,8 +154,8 @@ class TokenDataModule(L.LightningDataModule):
         """Open the corpus and fix the order of the training data.
 
         Raises:
-            ValueError: If the corpus does not have a domain, too few tokens for one window, or if ``batch_size`` cannot be
-                dealt to the ranks.
+            ValueError: If the corpus lacks a domain or has too few tokens for one window, or if ``batch_size`` cannot
+                be dealt to the ranks.
         """
         if self._corpus is None:
             self._corpus = Corpus(self._root())
@@ -199,23 +199,24 @@ class TokenDataModule(L.LightningDataModule):
         together = self.micro_batch_size * world_size
         if self.batch_size % together:
             raise ValueError(
-                f"batch_size {self.batch_size} must be a multiple of micro_batch_size x ranks = {self.micro_batch_size} x "
-                f"{world_size} = {together}"
+                f"batch_size {self.batch_size} must be a multiple of micro_batch_size x ranks = "
+                f"{self.micro_batch_size} x {world_size} = {together}"
             )
         if self.trainer is None:
             return
         accumulation = self.batch_size // together
         if self.trainer.accumulate_grad_batches not in (1, accumulation):
             raise ValueError(
-                f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}, but batch_size, micro_batch_size "
-                f"and {world_size} ranks make it {accumulation}: leave it out"
+                f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}, but batch_size, "
+                f"micro_batch_size and {world_size} ranks make it {accumulation}: leave it out"
             )
         self.trainer.accumulate_grad_batches = accumulation
 
     def _current_step(self) -> int:
         if self.trainer is None:
             return 0
-        # A checkpoint may come from another number of ranks, or from inside an accumulation: a step starts at its beginning.
+        # A checkpoint may come from another number of ranks, or from inside an accumulation. Lightning counts micro
+        # batches to know when a step is full: put its count back to the start of a step, which is where we go on.
         current = self.trainer.fit_loop.epoch_loop.batch_progress.current
         over = current.ready % self.trainer.accumulate_grad_batches
         for name in ("ready", "started", "processed", "completed"):
@@ -240,12 +241,12 @@ class TokenDataModule(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> list[DataLoader]:
-        """One loader for each of ``val_domains``, in that order; see `TestBatches` for what a batch is."""
+        """One loader for each of ``val_domains``, in that order; see `EvalBatches` for what a batch is."""
         rank, world_size = self._rank()
         loaders = []
         for stream in self._test_streams.values():
             documents = choose_documents(stream, self.max_val_tokens)
-            batches = TestBatches(
+            batches = EvalBatches(
                 stream,
                 documents,
                 count_bytes(stream, documents, self.tokenizer_path, self.eos_id),
@@ -284,8 +285,8 @@ class TokenDataModule(L.LightningDataModule):
         """
         if state_dict["tokenizer_hash"] != self.tokenizer_hash:
             raise ValueError(
-                f"the checkpoint was trained with another tokenizer (hash {state_dict['tokenizer_hash'][:12]}…) than that of "
-                f"{self.corpus.root} ({self.tokenizer_hash[:12]}…): use the corpus it was trained on"
+                f"the checkpoint was trained with another tokenizer (hash {state_dict['tokenizer_hash'][:12]}…) than "
+                f"that of {self.corpus.root} ({self.tokenizer_hash[:12]}…): use the corpus it was trained on"
             )
         own = self.state_dict()["order"]
         changed = [name for name, value in state_dict["order"].items() if own[name] != value]

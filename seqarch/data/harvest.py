@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 DOMAINS = ("docs", "readme", "code", "headers", "legal")
-MAX_BYTES = {"docs": 6_000_000, "readme": 3_000_000, "code": 3_000_000, "headers": 3_000_000, "legal": 1_500_000}
+MAX_BYTES = {"docs": 5_000_000, "readme": 2_000_000, "code": 2_000_000, "headers": 2_000_000, "legal": 1_000_000}
 """Where harvesting of a domain stops, so that building takes seconds whatever is installed."""
 PACKAGE_SHARE = 0.15
 """No package gives more than this share of a domain's ``MAX_BYTES``."""
@@ -70,7 +70,7 @@ def installed_distributions() -> list[importlib.metadata.Distribution]:
 
 
 def harvest() -> dict[str, dict[str, list[Text]]]:
-    """Documents by split (``train``, ``test``) and domain: deduplicated, split by package, in an order fixed by hashes."""
+    """Documents by split (``train``, ``test``) and domain: deduplicated, split by package, ordered by hashes."""
     sources = _list_files()
     texts = [
         *_python(sources["python"]),
@@ -212,7 +212,7 @@ _Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _definitions(tree: ast.Module) -> Iterator[_Definition]:
-    """The module and all classes and functions in it. Looks into statements only, unlike `ast.walk`: that is the cost."""
+    """The module, its classes and functions. Looks into statements only, which is much faster than `ast.walk`."""
     todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop()
@@ -229,7 +229,7 @@ def _readmes() -> Iterator[Text]:
     for distribution in installed_distributions():
         metadata = distribution.metadata
         package = metadata["Name"].lower().replace("_", "-")
-        payload = metadata.get("Description") or getattr(metadata, "get_payload", lambda: "")()
+        payload = getattr(metadata, "get_payload", str)()  # where the description is since metadata 2.1
         text = payload.strip() if isinstance(payload, str) else ""
         if _fits(text) and budget.take(package, text):
             yield Text("readme", package, text)

@@ -147,14 +147,10 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
 
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file's content, as hexadecimal."""
+    digest = hashlib.sha256()  # Python 3.10 has no hashlib.file_digest
     with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(f)
-
-
-def _sha256(f) -> str:  # Python 3.10 has no hashlib.file_digest
-    digest = hashlib.sha256()
-    while chunk := f.read(1 << 20):
-        digest.update(chunk)
+        while chunk := f.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 

@@ -49,7 +49,7 @@ class KeyedPermutation:
             left, right = right, left ^ (_mix(right ^ key) & self._low)
         return (left << self._half) | right
 
-    def __call__(self, index: np.ndarray) -> np.ndarray:
+    def __call__(self, index: np.ndarray | int) -> np.ndarray:
         """Where each of ``index`` (integers in 0 … n-1, any shape) goes; int64 of the same shape."""
         index = np.asarray(index)
         if index.size and (index.min() < 0 or index.max() >= self.n):

@@ -1,11 +1,12 @@
 """A pool of tokenising processes.
 
-Plain child processes on pipes instead of `multiprocessing`: they do not import the main module again (nor torch), need no
-``if __name__ == "__main__"`` in a caller's script, and end by themselves when the parent is killed.
+Plain child processes on pipes instead of `multiprocessing`: they do not import the main module again (nor torch), need
+no ``if __name__ == "__main__"`` in a caller's script, and end by themselves when the parent is killed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -87,9 +88,7 @@ class WorkerPool:
         for child in self._children:
             assert child.stdin is not None
             assert child.stdout is not None
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 child.stdin.close()
-            except BrokenPipeError:
-                pass
             child.wait()
             child.stdout.close()

@@ -170,8 +170,8 @@ def _already_prepared(options: _Options, key: str) -> bool:
         return False
     if manifest.tokenizer != options.tokenizer:
         raise ValueError(
-            f"tokenizer: {options.root} was prepared with another one (hash {manifest.tokenizer.hash[:12]}, end of text "
-            f"{manifest.tokenizer.eos_token}), not {options.tokenizer.hash[:12]} ({options.tokenizer.eos_token}); "
+            f"tokenizer: {options.root} was prepared with another one (hash {manifest.tokenizer.hash[:12]}, end of "
+            f"text {manifest.tokenizer.eos_token}), not {options.tokenizer.hash[:12]} ({options.tokenizer.eos_token}); "
             "prepare into another folder"
         )
     for run in manifest.runs:
@@ -189,8 +189,8 @@ def _check_free(manifest: Manifest | None, options: _Options, key: str, domain: 
         same = run.key == key and run.part[1] == options.part[1]
         if not same and run.options["split"] == options.split and domain in run.domains:
             raise ValueError(
-                f"{options.root} already holds domain {domain} ({options.split}) from {run.options['input']} as it was then, "
-                "or in other parts; prepare into another folder, or give all the input at once"
+                f"{options.root} already holds domain {domain} ({options.split}) from {run.options['input']} as it was "
+                "then, or in other parts; prepare into another folder, or give all the input at once"
             )
 
 

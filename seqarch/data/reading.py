@@ -1,8 +1,8 @@
 """Raw text in: which files an input option means, and their content in blocks of bounded size.
 
-A block is cut from its source without looking inside (JSON is parsed where it is tokenised, in another process), so that
-one process can feed many. JSON lines, text and Parquet are read here rather than through `datasets`, whose readers skip
-silently over a truncated archive and cannot say in which file and line a record is bad; Hub names go through `datasets`.
+A block is cut from its source without looking inside (JSON is parsed where it is tokenised, in another process), so
+that one process can feed many. JSON lines, text and Parquet are read here rather than through `datasets`, which cannot
+say in which file and line a record is bad; Hub names go through `datasets`.
 """
 
 from __future__ import annotations
@@ -206,6 +206,7 @@ def _hub_blocks(
     source: Source, text_key: str, start: Progress, part: tuple[int, int]
 ) -> Iterator[tuple[Block, Progress]]:
     import datasets
+    from datasets.exceptions import DatasetsError
 
     name, _, split = source.name.partition(":")
     try:
@@ -226,11 +227,11 @@ def _hub_blocks(
                 rows, size = [], 0
         if rows:
             yield Block("rows", source.name, rows, row), Progress(row + len(rows), row + len(rows))
-    except (OSError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, DatasetsError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"input: '{source.name}' is no file or folder here, and could not be had from the Hugging Face Hub ({reason}); "
-            "check the name and the network (HF_HUB_OFFLINE)"
+            f"input: '{source.name}' is no file or folder here, and could not be had from the Hugging Face Hub "
+            f"({reason}); check the name and the network (HF_HUB_OFFLINE)"
         ) from error
 
 

@@ -39,6 +39,7 @@ def parse_block(block: Block, text_key: str, domain: str | None) -> Iterator[Doc
             known domain. Names the file and the line (or row), from 1.
     """
     if block.kind == "rows":
+        assert isinstance(block.data, list)
         for i, record in enumerate(block.data):
             yield _document(record, text_key, domain, f"{block.source}, row {block.first + i + 1}")
         return

@@ -45,7 +45,7 @@ def sibling(prefix: Path, suffix: str) -> Path:
 
 
 def write_index(path: Path, sizes_file: Path, dtype: np.dtype) -> None:
-    """Write the ``.idx`` for documents of the lengths in ``sizes_file`` (raw int32), one sequence each; bounded memory."""
+    """Write the ``.idx`` for documents of the lengths in ``sizes_file`` (raw int32), a sequence each, in chunks."""
     code = next(c for c, d in DTYPES.items() if d == dtype)
     n = sizes_file.stat().st_size // 4
 
@@ -167,7 +167,8 @@ class Shard:
             ends = offset + np.cumsum(sizes)
             if not np.array_equal(pointers, ends - sizes):
                 raise ValueError(
-                    f"{sibling(self.prefix, '.idx')}: its sequences are not stored one after another: corrupted, or not supported"
+                    f"{sibling(self.prefix, '.idx')}: its sequences are not stored one after another, so it is "
+                    "corrupted or of a kind that is not supported; prepare it again"
                 )
             offset = int(ends[-1])
 

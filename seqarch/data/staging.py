@@ -6,12 +6,13 @@ when the folder is opened again, so a process may be killed at any moment.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 from dataclasses import asdict, dataclass, field
+from io import BufferedWriter
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -73,14 +74,14 @@ class Staging:
     def __init__(self, folder: Path, key: str, dtype: np.dtype) -> None:
         self.folder = folder
         self.dtype = dtype
-        self._files: dict[str, list[BinaryIO]] = {}
+        self._files: dict[str, list[BufferedWriter]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "journal.json"
         self.journal = Journal.from_json(path.read_bytes()) if path.exists() else Journal(key)
         if self.journal.key != key:
             raise ValueError(
-                f"{folder} holds an unfinished run with another input or other options; finish it with the same command, "
-                "or delete that folder to start over"
+                f"{folder} holds an unfinished run with another input or other options; finish it with the same "
+                "command, or delete that folder to start over"
             )
         if not self.journal.publishing:
             self.roll_back()
@@ -135,8 +136,7 @@ class Staging:
         """Write a block's documents of a domain; returns the number of tokens."""
         files = self._files.get(domain)
         if files is None:
-            files = [(self.folder / (domain + suffix)).open("ab") for suffix in _SUFFIXES]
-            self._files[domain] = files
+            files = self._files[domain] = [(self.folder / (domain + suffix)).open("ab") for suffix in _SUFFIXES]
         for file, data in zip(files, (block.tokens, block.sizes, block.text_bytes), strict=True):
             file.write(data)
         counts = self.journal.counts.setdefault(domain, Counts())
@@ -199,8 +199,6 @@ class Staging:
     def _close(self) -> None:
         for files in self._files.values():
             for file in files:
-                try:
+                with contextlib.suppress(OSError):  # what was not committed is cut off anyway
                     file.close()
-                except OSError:  # what was not committed is cut off anyway
-                    pass
         self._files.clear()

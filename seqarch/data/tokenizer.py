@@ -19,7 +19,7 @@ _KNOWN_EOS = (EOS_TOKEN, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a ``tokenizer.json``, set to encode plain text: no truncation, no padding, no specials from text.
+    """The tokenizer in a ``tokenizer.json``, set to encode plain text: no truncation, padding or specials from text.
 
     Raises:
         ValueError: If the file is missing or no tokenizer.
@@ -64,8 +64,8 @@ def tokenizer_bytes(tokenizer: str) -> bytes:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"tokenizer: '{tokenizer}' is no file, and no tokenizer.json of that name could be had from the Hugging Face "
-            f"Hub ({reason}); pass the path of a tokenizer.json, or train one with `seqarch data tokenizer`"
+            f"tokenizer: '{tokenizer}' is no file, and no tokenizer.json of that name could be had from the Hugging "
+            f"Face Hub ({reason}); pass the path of a tokenizer.json, or train one with `seqarch data tokenizer`"
         ) from error
 
 
@@ -126,7 +126,8 @@ def train_tokenizer(
     """Train a byte-level BPE tokenizer on raw text and write it as a tokenizer.json.
 
     Args:
-        input: Files (JSON lines, Parquet, text; .gz and .zst too), folders, globs or Hub names; one, or a list in brackets.
+        input: Files (JSON lines, Parquet, text; .gz and .zst too), folders, globs or Hub names; one, or a list in
+            brackets.
         output: The tokenizer.json to write, or a folder for it.
         vocab_size: Number of ids, <|endoftext|> included; fewer if the text does not yield as many.
         domains: Use only records of these domains (by their meta.redpajama_set_name or meta.domain); all if not given.

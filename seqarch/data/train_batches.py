@@ -22,7 +22,8 @@ IGNORE = -100
 class TrainBatches(IterableDataset):
     """The endless stream of one rank's micro batches.
 
-    Sample ``step * batch_size + (a * world_size + rank) * micro_batch_size + i`` is sequence i of micro batch a of a step.
+    Sequence i of micro batch a of a step is sample
+    ``step * batch_size + (a * world_size + rank) * micro_batch_size + i``.
 
     Args:
         order: Which window a sample is.
@@ -73,8 +74,8 @@ class TrainBatches(IterableDataset):
     def micro_batch(self, step: int, accumulated: int) -> dict[str, Tensor]:
         """Micro batch ``accumulated`` (from 0) of a step.
 
-        ``input_ids`` and ``labels`` int64 ``[B, T]``. With ``document_mask`` both are ``[1, B*T]``, labels across the end
-        of a document are -100, and ``cu_seqlens`` (int32 ``[n+1]``) has every start of a sequence or document.
+        ``input_ids`` and ``labels`` int64 ``[B, T]``. With ``document_mask`` both are ``[1, B*T]``, labels across the
+        end of a document are -100, and ``cu_seqlens`` (int32 ``[n+1]``) has every start of a sequence or document.
         """
         T = self.seq_len
         windows = np.empty((self.micro_batch_size, T + 1), dtype=np.int64)

@@ -8,7 +8,7 @@ import signal
 import struct
 import sys
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class BlockTokens(NamedTuple):
     empty: int
 
 
-def send(stream: BinaryIO, message: object) -> None:
+def send(stream: IO[bytes], message: object) -> None:
     """Write one message."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     stream.write(_LENGTH.pack(len(data)))
@@ -54,7 +54,7 @@ def send(stream: BinaryIO, message: object) -> None:
     stream.flush()
 
 
-def receive(stream: BinaryIO) -> object:
+def receive(stream: IO[bytes]) -> object:
     """Read one message; ``EOFError`` if the other side has gone."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
@@ -142,7 +142,7 @@ def _tokens(arrays: list[np.ndarray], text_bytes: list[int]) -> Tokens:
 
 
 def main() -> None:
-    """Serve until standard input ends: first a `Task`, then blocks; answer each with `BlockTokens` or a `ValueError`."""
+    """Serve until standard input ends: a `Task`, then blocks; answer each with `BlockTokens` or a `ValueError`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     stdin, stdout = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing that prints may disturb the messages

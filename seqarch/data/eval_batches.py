@@ -5,6 +5,7 @@ Shape legend: B windows of a batch, T tokens of the batch's longest window, roun
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -54,17 +55,17 @@ def count_bytes(stream: TokenStream, documents: list[int], tokenizer_path: Path,
     return [n or 0 for n in recorded]
 
 
-class TestBatches(Dataset):
+class EvalBatches(Dataset):
     """One domain's evaluation batches for one rank.
 
     A document of n tokens (its end of text included) gives n predictions: inputs are the end-of-text id, then the
-    document without its last token. They are cut into windows of at most ``seq_len`` that do not overlap, sorted by length,
-    and dealt to the ranks in turn. All ranks get the same number of batches, which sharded models need; one that has no
-    windows left gets a batch without labels.
+    document without its last token. They are cut into windows of at most ``seq_len`` that do not overlap, sorted by
+    length, and dealt to the ranks in turn. All ranks get the same number of batches, which sharded models need; one
+    that has no windows left gets a batch without labels.
 
     A batch is a dict: ``input_ids`` and ``labels`` int64 ``[B, T]``, padded right with the end-of-text id and -100 to a
-    multiple of 64 (or to ``seq_len``); ``bytes`` float64 ``[B]``, the document's bytes in proportion to the window's tokens;
-    ``document`` int64 ``[B]``, its number in the domain (-1 where there is none).
+    multiple of 64 (or to ``seq_len``); ``bytes`` float64 ``[B]``, the document's bytes in proportion to the window's
+    tokens; ``document`` int64 ``[B]``, its number in the domain (-1 where there is none).
 
     Args:
         stream: The domain's test split.
@@ -76,8 +77,6 @@ class TestBatches(Dataset):
         rank: Of this process, among ``world_size``.
         world_size: Number of data-parallel ranks.
     """
-
-    __test__ = False  # pytest takes the name for a test
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class TestBatches(Dataset):
         order = np.argsort(-length, kind="stable")  # the longest first: too little memory shows at once
         mine = order[rank::world_size]
         self.n_windows = len(place)
-        self.n_batches = -(-(-(-len(place) // world_size)) // batch_size)
+        self.n_batches = math.ceil(math.ceil(len(place) / world_size) / batch_size)
         self._document = np.array(documents, dtype=np.int64)[place[mine]]
         self._first = first[mine]
         self._length = length[mine]
@@ -142,11 +141,11 @@ class TestBatches(Dataset):
 class _OwnBatches(DistributedSampler):
     """All of this rank's batches, in order. Being a `DistributedSampler` keeps Lightning from dealing them again."""
 
-    def __init__(self, batches: TestBatches) -> None:
+    def __init__(self, batches: EvalBatches) -> None:
         super().__init__(batches, num_replicas=1, rank=0, shuffle=False)
 
 
-def loader(batches: TestBatches, num_workers: int, pin_memory: bool) -> DataLoader:
+def loader(batches: EvalBatches, num_workers: int, pin_memory: bool) -> DataLoader:
     """The data loader of one domain's evaluation batches."""
     sampler: Sampler = _OwnBatches(batches)
     return DataLoader(batches, batch_size=None, sampler=sampler, num_workers=num_workers, pin_memory=pin_memory)
