@@ -42,7 +42,7 @@ def plugins() -> tuple[Plugin, ...]:
             owners[getattr(plugin, attribute)].add(plugin.distribution)
         for i, plugin in enumerate(found):
             rivals = owners[getattr(plugin, attribute)]
-            if len(rivals) > 1:
+            if len(rivals) > 1 and plugin.problem is None:
                 problem = (
                     f"'{getattr(plugin, attribute)}' is defined by {' and by '.join(sorted(rivals))}: uninstall one"
                 )

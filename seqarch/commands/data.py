@@ -1,0 +1,15 @@
+"""``seqarch data``: prepare token shards, train a tokenizer, look into a corpus."""
+
+from __future__ import annotations
+
+from jsonargparse import auto_cli
+
+
+def run(name: str, arguments: list[str]) -> None:
+    """Dispatch to ``prepare``, ``tokenizer`` or ``inspect``; the functions' signatures are the options."""
+    from seqarch.data.inspect import inspect
+    from seqarch.data.prepare import prepare
+    from seqarch.data.tokenizer import train_tokenizer
+
+    components = {"prepare": prepare, "tokenizer": train_tokenizer, "inspect": inspect}
+    auto_cli(components, args=arguments, prog=f"seqarch {name}")

@@ -1,0 +1,152 @@
+"""``seqarch fit`` and ``seqarch validate``: Lightning's command line, with a run folder and short errors."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+from seqarch.commands.errors import explain
+from seqarch.data import TokenDataModule
+from seqarch.discovery import plugins
+from seqarch.training.callbacks import run_callbacks
+from seqarch.training.checkpoint import check_same_architecture
+from seqarch.training.metrics import run_loggers
+from seqarch.training.module import SequenceModule
+
+_DESCRIPTION = {
+    "fit": "Train a model. Every option can stand in the file given with --config, or be set here by its full name.",
+    "validate": "Losses by domain of a checkpoint (--ckpt_path), with the configuration it was trained with.",
+}
+
+
+def run(name: str, arguments: list[str]) -> None:
+    """Parse the configuration, build everything, and train or validate."""
+    plugins()  # their classes must be known before the parser resolves names
+    sys.argv = ["seqarch", name, *arguments]  # Lightning starts further processes with these
+    _CLI(name)
+
+
+class _Parser(LightningArgumentParser):
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        """Leave with one short message."""
+        from seqarch.cli import fail
+
+        fail(explain(message, sys.argv[2:]))
+
+
+class _SaveConfig(SaveConfigCallback):
+    """Writes config.yaml into the run folder; a resumed run with other options adds config-2.yaml and so on."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write once, on one process."""
+        if self.already_saved or stage != "fit" or not trainer.is_global_zero:
+            return
+        self.already_saved = True
+        folder = Path(trainer.default_root_dir)
+        text = self.parser.dump(self.config, skip_none=False)
+        path = folder / "config.yaml"
+        count = 1
+        while path.exists() and path.read_text() != text:
+            count += 1
+            path = folder / f"config-{count}.yaml"
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        if not (folder / "tokenizer.json").exists():
+            shutil.copyfile(datamodule.tokenizer_path, folder / "tokenizer.json")
+
+
+class _CLI(LightningCLI):
+    def __init__(self, command: str) -> None:
+        self.command = command
+        super().__init__(
+            SequenceModule,
+            TokenDataModule,
+            subclass_mode_data=True,
+            parser_class=_Parser,
+            save_config_callback=_SaveConfig,
+            seed_everything_default=1,
+            auto_configure_optimizers=False,
+            parser_kwargs={
+                "prog": "seqarch",
+                command: {"description": _DESCRIPTION[command], "prog": f"seqarch {command}"},
+            },
+            trainer_defaults={
+                "max_epochs": -1,
+                "check_val_every_n_epoch": None,
+                "use_distributed_sampler": False,
+                "gradient_clip_val": 1.0,
+            },
+        )
+
+    def subcommands(self) -> dict[str, set[str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The one that was asked for: building the parser of another would double the start."""
+        return {name: skip for name, skip in LightningCLI.subcommands().items() if name == self.command}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The run folder and how often to keep checkpoints."""
+        parser.add_argument(
+            "--run_dir",
+            type=str | None,
+            default=None,
+            help="Folder of this run: configuration, metrics, checkpoints. By default runs/<name of the config file>.",
+        )
+        parser.add_argument(
+            "--checkpoint_every_n_steps",
+            type=int,
+            default=1000,
+            help="Steps between two checkpoints.",
+        )
+        parser.add_argument(
+            "--keep_checkpoints", type=int, default=3, help="How many of them to keep besides the best and the last."
+        )
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning lets the checkpoint's options override the command line here; they are compared instead."""
+
+    def before_instantiate_classes(self) -> None:
+        """Settle the run folder."""
+        config = self.config[self.command]
+        if config.run_dir is None:
+            given = config.get("config") or []
+            config.run_dir = str(Path("runs") / (Path(str(given[0])).stem if given else "default"))
+        config.trainer.default_root_dir = config.run_dir
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The trainer of the configuration, with the run folder's loggers and callbacks beside those it names."""
+        config = self.config[self.command]
+        run_dir = Path(config.run_dir)
+        trainer = self.config_init[self.command].trainer
+        if trainer.logger is None or trainer.logger is True:
+            trainer.logger = run_loggers(run_dir)
+        callbacks = trainer.callbacks or []
+        trainer.callbacks = [
+            *(callbacks if isinstance(callbacks, list) else [callbacks]),
+            *run_callbacks(run_dir, every_n_steps=config.checkpoint_every_n_steps, keep=config.keep_checkpoints),
+        ]
+        return super().instantiate_trainer(**kwargs)
+
+    def before_fit(self) -> None:
+        """Refuse to mix two runs in one folder, and to resume with another architecture."""
+        config = self.config[self.command]
+        run_dir, ckpt_path = Path(config.run_dir), config.ckpt_path
+        if ckpt_path is None and any(run_dir.glob("checkpoints/*.ckpt")):
+            raise ValueError(
+                f"{run_dir} already holds a run: continue it with --ckpt_path last, or name another with --run_dir"
+            )
+        self._check_checkpoint(ckpt_path)
+
+    def before_validate(self) -> None:
+        """Validation needs a checkpoint."""
+        if self.config[self.command].ckpt_path is None:
+            raise ValueError("give --ckpt_path: a checkpoint file, last or best")
+        self._check_checkpoint(self.config[self.command].ckpt_path)
+
+    def _check_checkpoint(self, ckpt_path: str | None) -> None:
+        if ckpt_path not in (None, "last", "best", "hpc", "registry"):
+            check_same_architecture(Path(str(ckpt_path)), self.model)
