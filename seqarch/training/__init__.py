@@ -1,0 +1,1 @@
+"""Training with Lightning: the module, optimiser, schedules, checkpoints, metrics and callbacks."""

@@ -1,0 +1,23 @@
+"""Lightning callbacks: speed, progress, tables by domain, checkpoints."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lightning.pytorch.callbacks import Callback
+
+from seqarch.training.callbacks.checkpoints import Checkpoints
+
+
+def run_callbacks(
+    run_dir: str | os.PathLike, every_n_steps: int | None = 1000, keep: int | None = None
+) -> list[Callback]:
+    """The callbacks of a run folder.
+
+    Args:
+        run_dir: Folder of the run; checkpoints go to ``checkpoints`` in it.
+        every_n_steps: Steps between two checkpoints.
+        keep: How many of them to keep besides the best and the last; None keeps all.
+    """
+    return [Checkpoints(Path(run_dir) / "checkpoints", every_n_steps, keep)]

@@ -1,0 +1,309 @@
+"""The LightningModule: a ``SequenceModel``, its optimiser and schedule, and what to do with each batch.
+
+Shape legend: B batch, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
+
+from seqarch.mixer import TokenMixer
+from seqarch.model import Loss, SequenceModel, SwiGLU
+from seqarch.model.channel import ChannelMixer
+from seqarch.model.loss import IGNORE_INDEX
+from seqarch.training.hyperparameters import differences, to_plain
+from seqarch.training.loops import recount, set_length, set_validation
+from seqarch.training.metrics import record, resume_loggers
+from seqarch.training.optimizer import AdamWConfig, build_adamw, configure_groups, gradient_norm
+from seqarch.training.schedule import Cosine, Schedule
+from seqarch.training.validation import DomainLoss, domain_metrics
+
+_ADAMW, _COSINE = AdamWConfig(), Cosine()
+
+
+class TrainingDivergedError(RuntimeError):
+    """Loss or gradient was not finite for too many steps in a row."""
+
+
+class SequenceModule(L.LightningModule):
+    """A language model and how it is trained.
+
+    Args:
+        vocab_size: Number of token ids V; may be larger than the tokenizer's.
+        d_model: Width of the model.
+        n_layers: Number of blocks.
+        mixer: The token mixer of every block; a list is cycled over the blocks, which makes a hybrid.
+        channel_mixer: The channel mixer of every block; null for none.
+        tie_embeddings: The head shares the embedding's weight.
+        norm_eps: Epsilon of the RMS norms.
+        optimizer: Settings of AdamW.
+        schedule: How the learning rate changes over training.
+        max_tokens: Length of training in tokens; by default trainer.max_steps decides. If both are given, the schedule
+            is that of max_tokens, and training stops at whichever comes first.
+        val_every_n_steps: Validate after so many optimiser steps; by default trainer.val_check_interval decides, which
+            counts micro batches. Validation also comes at the end.
+        z_loss: Weight of the squared log-normaliser in the objective.
+        activation_checkpointing: Keep only each block's input for the backward pass and recompute the rest.
+        compile: Compile each block with torch.compile.
+        max_skipped_steps: Stop training after so many steps in a row whose loss or gradient is not finite.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        n_layers: int,
+        # The list comes first: in the other order jsonargparse 4.53 cannot write a list of mixers back to YAML.
+        mixer: list[Callable[[int], TokenMixer]] | Callable[[int], TokenMixer],
+        channel_mixer: Callable[[int], ChannelMixer] | None = SwiGLU,
+        tie_embeddings: bool = True,
+        norm_eps: float = 1e-5,
+        optimizer: AdamWConfig = _ADAMW,
+        schedule: Schedule = _COSINE,
+        max_tokens: int | None = None,
+        val_every_n_steps: int | None = None,
+        z_loss: float = 0.0,
+        activation_checkpointing: bool = False,
+        compile: bool = False,
+        max_skipped_steps: int = 10,
+    ) -> None:
+        options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        super().__init__()
+        for name in ("max_tokens", "val_every_n_steps", "max_skipped_steps"):
+            if options[name] is not None and options[name] < 1:
+                raise ValueError(f"{name} must be at least 1, got {options[name]}")
+        if z_loss < 0:
+            raise ValueError(f"z_loss must not be negative, got {z_loss}")
+        self.save_hyperparameters({**to_plain(options), "_instantiator": "lightning.pytorch.cli.instantiate_module"})
+        self.optimizer_config = optimizer
+        self.schedule = schedule
+        self.max_tokens = max_tokens
+        self.val_every_n_steps = val_every_n_steps
+        self.z_loss = z_loss
+        self.compile_blocks = compile
+        self.max_skipped_steps = max_skipped_steps
+        self.seed = torch.initial_seed() % 2**32
+        """Of the initial values and of what is random in a step (dropout). A checkpoint brings its own."""
+        self.skipped_steps = 0
+        """Steps skipped so far because loss or gradient was not finite."""
+        self.domain_losses: list[DomainLoss] = []
+        """What the last validation found."""
+        self._skipped_in_a_row = 0
+        self._window: Tensor | None = None  # sums over the step being accumulated: objective, nats, labels
+        self._val_sums: Tensor | None = None  # sums by domain: nats, labels, bytes
+        with torch.device("meta"):  # cheap, and a wrong configuration shows at once
+            self.model = SequenceModel(
+                vocab_size,
+                d_model,
+                n_layers,
+                mixer,
+                channel_mixer,
+                tie_embeddings=tie_embeddings,
+                norm_eps=norm_eps,
+                activation_checkpointing=activation_checkpointing,
+            )
+
+    @property
+    def _data(self) -> Any:
+        data = getattr(self.trainer, "datamodule", None)
+        if data is None:
+            raise ValueError("SequenceModule needs a data module: pass datamodule=... to the trainer")
+        return data
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that have been trained on."""
+        return self.trainer.global_step * self._data.tokens_per_step
+
+    def setup(self, stage: str) -> None:
+        """Fit the trainer to the data module, which has been set up by now."""
+        if self._data.vocab_size > self.model.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {self._data.vocab_size} tokens, but model.vocab_size is {self.model.vocab_size}: "
+                f"set it to {self._data.vocab_size} or more"
+            )
+        if stage == "fit":
+            self.length = set_length(self.trainer, self.max_tokens, self._data.tokens_per_step)
+            self.schedule.factor(0, self.length)  # says at once what is wrong with it
+            set_validation(self.trainer, self.val_every_n_steps)
+
+    def configure_model(self) -> None:
+        """Give the parameters storage and initial values, sharded where there is a mesh."""
+        if not any(p.is_meta for p in self.model.parameters()):
+            return
+        trainer = self._trainer
+        device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
+        self.model.materialise(device, self.seed, self._shard())
+        if self.compile_blocks:
+            for block in self.model.blocks:
+                block.compile()  # in place: the names of the parameters stay
+
+    def _shard(self) -> Callable[[nn.Module], object] | None:
+        mesh = self.device_mesh
+        if mesh is None:
+            return None
+        if mesh["tensor_parallel"].size() > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {mesh['tensor_parallel'].size()}, but only data is parallel here: set "
+                "tensor_parallel_size to 1 and data_parallel_size to the number of devices"
+            )
+        return partial(fully_shard, mesh=mesh["data_parallel"])
+
+    def configure_optimizers(self) -> Optimizer:
+        """AdamW with its groups. The learning rate is set before each step, from the schedule."""
+        loss_scaling = str(self.trainer.precision) == "16-mixed"
+        return build_adamw(self.optimizer_config, self.model, loss_scaling=loss_scaling)
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Go on with the record, with the options of this configuration."""
+        resume_loggers(self.trainer)
+        configure_groups(self.optimizer_config, self.trainer.optimizers[0])
+        self._window = torch.zeros(3, dtype=torch.float64, device=self.device)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        return self.model(*args, **kwargs)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The objective of one micro batch ``[B, T]``; Lightning divides it by the micro batches of a step."""
+        with self._random(batch_idx % self.trainer.accumulate_grad_batches):
+            loss = self.model(
+                batch["input_ids"], labels=batch["labels"], cu_seqlens=batch.get("cu_seqlens"), z_loss=self.z_loss
+            )
+        assert isinstance(loss, Loss)
+        labels = (batch["labels"] != IGNORE_INDEX).sum()
+        assert self._window is not None
+        self._window += torch.stack([loss.objective.detach(), loss.nll * labels, labels])
+        return loss.objective
+
+    @contextmanager
+    def _random(self, micro_step: int) -> Iterator[None]:
+        """Make what is random a function of seed, step, micro batch and rank, so that resuming needs no state."""
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda):
+            place = (self.trainer.global_step * self.trainer.accumulate_grad_batches + micro_step) * 65_537
+            torch.manual_seed((self.seed << 31) ^ (place + self.trainer.global_rank))
+            yield
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Set the learning rate, drop gradients that are not finite, clip the others, and record the step."""
+        assert self._window is not None
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = gradient_norm(parameters)
+        window = self.trainer.strategy.reduce(self._window, reduce_op="sum")
+        objective, nats, labels, grad_norm = torch.cat([window, norm.detach().to(window).reshape(1)]).tolist()
+        self._window.zero_()
+        lr = self.optimizer_config.lr * self.schedule.factor(self.trainer.global_step, self.length)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = nats / labels if labels else 0.0
+        skip = not (math.isfinite(objective) and math.isfinite(grad_norm))
+        if skip:
+            # Parameters without a gradient are passed over: neither they nor their moments change.
+            for p in parameters:
+                p.grad = None
+        elif gradient_clip_algorithm == "value" and gradient_clip_val:
+            nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+        elif gradient_clip_val:
+            nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
+        self.skipped_steps += skip
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skip else 0
+        self._record_step(loss, grad_norm, lr, skip)
+        if self._skipped_in_a_row >= self.max_skipped_steps:
+            raise TrainingDivergedError(
+                f"loss or gradient was not finite in {self._skipped_in_a_row} steps in a row, up to step "
+                f"{self.trainer.global_step + 1} (loss {loss}, gradient norm {grad_norm}, learning rate {lr:.3g}). "
+                "Resume from an earlier checkpoint with a lower model.optimizer.lr, a longer warm-up or a lower "
+                "trainer.gradient_clip_val; with 16-mixed precision use bf16-mixed"
+            )
+
+    def _record_step(self, loss: float, grad_norm: float, lr: float, skipped: bool) -> None:
+        trainer = self.trainer
+        step = trainer.global_step + 1  # Lightning counts it when it is done
+        last = step == trainer.max_steps
+        if last:
+            trainer.should_stop = True  # so that Lightning validates once more
+        self.log("train/loss", loss, prog_bar=True, logger=False)
+        if skipped or last or step % trainer.log_every_n_steps == 0:
+            values = {
+                "train/loss": loss,
+                "train/grad_norm": grad_norm,
+                "train/lr": lr,
+                "train/skipped_steps": self.skipped_steps,
+            }
+            record(trainer, step, step * self._data.tokens_per_step, values)
+
+    # --- validation ---------------------------------------------------------------------------------------------------
+
+    def on_validation_epoch_start(self) -> None:
+        """Start the sums by domain."""
+        self._val_sums = torch.zeros(len(self._data.val_domains), 3, dtype=torch.float64, device=self.device)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add up one batch's nats, predictions and bytes."""
+        input_ids, labels = batch["input_ids"], batch["labels"]
+        # Windows come in many lengths: compiling for each would take longer than it saves.
+        usual = input_ids.shape == (self._data.micro_batch_size, self._data.seq_len)
+        with torch.compiler.set_stance("default" if usual else "force_eager"):
+            nll = self.model(input_ids, labels=labels, cu_seqlens=batch.get("cu_seqlens"), per_token=True)
+        sums = [nll.sum(dtype=torch.float64), (labels != IGNORE_INDEX).sum(), batch["bytes"].sum()]
+        assert self._val_sums is not None
+        self._val_sums[dataloader_idx] += torch.stack(sums)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the losses by domain."""
+        assert self._val_sums is not None
+        sums = self.trainer.strategy.reduce(self._val_sums, reduce_op="sum")
+        self.domain_losses = [
+            DomainLoss(name, self._data.in_domain(name), nats, int(tokens), n_bytes)
+            for name, (nats, tokens, n_bytes) in zip(self._data.val_domains, sums.tolist(), strict=True)
+        ]
+        if self.trainer.sanity_checking:
+            return
+        metrics = domain_metrics(self.domain_losses)
+        self.log_dict(metrics, logger=False)
+        if self.trainer.state.fn == "fit":
+            record(self.trainer, self.trainer.global_step, self.tokens, metrics)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what a resumed run must know."""
+        checkpoint["seqarch"] = {
+            "seed": self.seed,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "tokens": self.tokens,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Compare the architecture, and go on where the checkpoint stands.
+
+        Raises:
+            ValueError: If the checkpoint is of another architecture.
+        """
+        if lines := differences(checkpoint["hyper_parameters"], self.hparams):
+            raise ValueError("the checkpoint is of another architecture than model:\n  " + "\n  ".join(lines))
+        state = checkpoint["seqarch"]
+        self.seed = state["seed"]
+        self.skipped_steps = state["skipped_steps"]
+        self._skipped_in_a_row = state["skipped_in_a_row"]
+        if self._trainer is not None and self._trainer.state.fn == "fit":
+            recount(checkpoint["loops"], checkpoint["global_step"], self._trainer.accumulate_grad_batches)
