@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
 
+from seqarch.mixer import TokenMixer
 from seqarch.testing.compare import ContractError
-from seqarch.testing.subject import Stack, Subject
+from seqarch.testing.subject import Subject
 
 _OVERCLAIM = 1.05
 _SHARE = 0.3  # the causal half, and of that what padding to blocks leaves at these lengths
@@ -69,22 +70,20 @@ def check_flops(subject: Subject) -> None:
     other operators touch (an elementwise recurrence is invisible to the counter), and not below the projections, which
     every backend must do and the counter always sees.
     """
-    stack = subject.build(torch.float32 if torch.float32 in subject.tags.dtypes else None)
-    T = max(256, 2 * subject.C)
-    x = subject.noise(1, T, dtype=torch.float32 if torch.float32 in subject.tags.dtypes else None)
-    alone = Stack([stack.mixer]) if not subject.tags.shares_context else stack
-    claim = sum(m.flops(T) for m in alone.layers)  # pyright: ignore
+    stack, T = subject.build(), max(256, 2 * subject.C)
+    x = subject.noise(1, T)
+    claim = sum(m.flops(T) for m in stack.layers if isinstance(m, TokenMixer))
     if not isinstance(claim, int):
         raise ContractError(f"flops: flops({T}) is a {type(claim).__name__}, not an int")
-    visible, elements = _count(lambda: alone(x))
+    visible, elements = _count(lambda: stack(x))
     used = [0]
 
     def projection(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         used[0] += 2 * out.numel() * args[0].shape[-1]
 
-    handles = [m.register_forward_hook(projection) for m in alone.modules() if isinstance(m, nn.Linear)]
+    handles = [m.register_forward_hook(projection) for m in stack.modules() if isinstance(m, nn.Linear)]
     with torch.no_grad():
-        alone(x)
+        stack(x)
     for handle in handles:
         handle.remove()
     counts = f"{visible:,} counted, {elements:,} elements touched by other operators, {used[0]:,} in linear layers"

@@ -23,7 +23,7 @@ def check_causality(subject: Subject) -> None:
         stack = subject.build(dtype)
         y = run(stack, x.to(dtype))
         for t in _cuts(subject):
-            for scale in (0.0, 1.0, 8.0):
+            for scale in (1.0, 8.0):
                 changed = torch.cat((x[:, :t], scale * other[:, t:]), dim=1).to(dtype)
                 prefix = run(stack, changed)[:, :t]
                 where = f"t = {t} of {subject.T}, {dtype}, suffix of scale {scale}"

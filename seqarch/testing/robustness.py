@@ -92,8 +92,9 @@ def check_nothing_mutated(subject: Subject) -> None:
                 y, _ = stack(x, cu_seqlens=cu_seqlens)
                 if train:
                     y.backward(dy)
-        for name, t in watched.items():
-            expect_identical(t.detach(), before[name], f"mutation: a call may not change {name}", f"T = {subject.T}")
+            for name, t in watched.items():
+                clause = f"mutation: a call may not change {name}"
+                expect_identical(t.detach(), before[name], clause, f"T = {subject.T}")
 
 
 def check_determinism(subject: Subject) -> None:
