@@ -213,14 +213,17 @@ class TokenDataModule(L.LightningDataModule):
         self.trainer.accumulate_grad_batches = accumulation
 
     def _current_step(self) -> int:
+        """The optimiser step to go on with, its first micro batch next."""
         if self.trainer is None:
             return 0
         # A checkpoint may come from another number of ranks, or from inside an accumulation. Lightning counts micro
         # batches to know when a step is full: put its count back to the start of a step, which is where we go on.
         current = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        over = current.ready % self.trainer.accumulate_grad_batches
-        for name in ("ready", "started", "processed", "completed"):
-            setattr(current, name, getattr(current, name) - over)
+        first = current.ready - current.ready % self.trainer.accumulate_grad_batches
+        # A checkpoint written at the end of a batch counts it as not completed; Lightning adds one on restarting.
+        pending = current.processed == current.ready and current.completed == current.ready - 1
+        current.ready = current.started = current.processed = first
+        current.completed = first - pending
         return self.trainer.global_step
 
     def train_dataloader(self) -> DataLoader:
