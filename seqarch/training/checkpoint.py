@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +115,8 @@ def load_module(path: str | os.PathLike, map_location: str | torch.device = "cpu
     except Exception as error:
         classes = ", ".join(dict.fromkeys(_class_paths(options)))
         raise ValueError(
-            f"{path} cannot be rebuilt: it needs {classes}, which {error}. Is the plugin installed, in the version that "
-            "it was trained with?"
+            f"{path} cannot be rebuilt: it needs {classes}: {error}. Is the plugin installed, in the version "
+            "that it was trained with?"
         ) from error
     module.seed = checkpoint["seqarch"]["seed"]
     module.configure_model()

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from seqarch.training.optimizer import AdamWConfig
 from seqarch.training.schedule import Schedule
 
@@ -44,7 +42,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _describe(factory: Callable[..., nn.Module]) -> dict[str, Any] | str:
+def _describe(factory: Callable[..., Any]) -> dict[str, Any] | str:
     cls, given = _unwrap(factory)
     path = None if cls is None else class_path(cls)
     if cls is None or path is None:

@@ -61,6 +61,12 @@ def at_end_of_step(trainer: L.Trainer) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
+def logging_due(trainer: L.Trainer, step: int) -> bool:
+    """Whether step number ``step`` is recorded: every ``log_every_n_steps``, and the last."""
+    every: int = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]  (set by Lightning's connector)
+    return every > 0 and (step % every == 0 or step == trainer.max_steps)
+
+
 def recount(loops: dict[str, Any], global_step: int, accumulate: int) -> None:
     """Make the micro batches that a checkpoint's loops have counted those of ``global_step`` steps of ``accumulate``.
 

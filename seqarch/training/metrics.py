@@ -123,11 +123,12 @@ class TensorBoard(TensorBoardLogger):
     @rank_zero_only
     def resume(self, step: int) -> None:
         """Have TensorBoard leave out what was recorded after ``step``."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto import event_pb2
 
         if step > 0:
             # What SummaryWriter(purge_step=...) writes; by now the writer exists.
-            event = Event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+            event: Any = event_pb2.Event(step=step + 1)  # pyright: ignore[reportAttributeAccessIssue]  (generated)
+            event.session_log.status = event.session_log.START
             self.experiment._get_file_writer().add_event(event, step + 1)
 
 

@@ -22,7 +22,7 @@ from seqarch.model import Loss, SequenceModel, SwiGLU
 from seqarch.model.channel import ChannelMixer
 from seqarch.model.loss import IGNORE_INDEX
 from seqarch.training.hyperparameters import differences, to_plain
-from seqarch.training.loops import recount, set_length, set_validation
+from seqarch.training.loops import logging_due, recount, set_length, set_validation
 from seqarch.training.metrics import record, resume_loggers
 from seqarch.training.optimizer import AdamWConfig, build_adamw, configure_groups, gradient_norm
 from seqarch.training.schedule import Cosine, Schedule
@@ -114,7 +114,8 @@ class SequenceModule(L.LightningModule):
             )
 
     @property
-    def _data(self) -> Any:
+    def data(self) -> Any:
+        """The trainer's data module."""
         data = getattr(self.trainer, "datamodule", None)
         if data is None:
             raise ValueError("SequenceModule needs a data module: pass datamodule=... to the trainer")
@@ -123,17 +124,17 @@ class SequenceModule(L.LightningModule):
     @property
     def tokens(self) -> int:
         """Tokens that have been trained on."""
-        return self.trainer.global_step * self._data.tokens_per_step
+        return self.trainer.global_step * self.data.tokens_per_step
 
     def setup(self, stage: str) -> None:
         """Fit the trainer to the data module, which has been set up by now."""
-        if self._data.vocab_size > self.model.vocab_size:
+        if self.data.vocab_size > self.model.vocab_size:
             raise ValueError(
-                f"the tokenizer has {self._data.vocab_size} tokens, but model.vocab_size is {self.model.vocab_size}: "
-                f"set it to {self._data.vocab_size} or more"
+                f"the tokenizer has {self.data.vocab_size} tokens, but model.vocab_size is {self.model.vocab_size}: "
+                f"set it to {self.data.vocab_size} or more"
             )
         if stage == "fit":
-            self.length = set_length(self.trainer, self.max_tokens, self._data.tokens_per_step)
+            self.length = set_length(self.trainer, self.max_tokens, self.data.tokens_per_step)
             self.schedule.factor(0, self.length)  # says at once what is wrong with it
             set_validation(self.trainer, self.val_every_n_steps)
 
@@ -237,30 +238,29 @@ class SequenceModule(L.LightningModule):
     def _record_step(self, loss: float, grad_norm: float, lr: float, skipped: bool) -> None:
         trainer = self.trainer
         step = trainer.global_step + 1  # Lightning counts it when it is done
-        last = step == trainer.max_steps
-        if last:
+        if step == trainer.max_steps:
             trainer.should_stop = True  # so that Lightning validates once more
         self.log("train/loss", loss, prog_bar=True, logger=False)
-        if skipped or last or step % trainer.log_every_n_steps == 0:
+        if skipped or logging_due(trainer, step):
             values = {
                 "train/loss": loss,
                 "train/grad_norm": grad_norm,
                 "train/lr": lr,
                 "train/skipped_steps": self.skipped_steps,
             }
-            record(trainer, step, step * self._data.tokens_per_step, values)
+            record(trainer, step, step * self.data.tokens_per_step, values)
 
     # --- validation ---------------------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
         """Start the sums by domain."""
-        self._val_sums = torch.zeros(len(self._data.val_domains), 3, dtype=torch.float64, device=self.device)
+        self._val_sums = torch.zeros(len(self.data.val_domains), 3, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add up one batch's nats, predictions and bytes."""
         input_ids, labels = batch["input_ids"], batch["labels"]
         # Windows come in many lengths: compiling for each would take longer than it saves.
-        usual = input_ids.shape == (self._data.micro_batch_size, self._data.seq_len)
+        usual = input_ids.shape == (self.data.micro_batch_size, self.data.seq_len)
         with torch.compiler.set_stance("default" if usual else "force_eager"):
             nll = self.model(input_ids, labels=labels, cu_seqlens=batch.get("cu_seqlens"), per_token=True)
         sums = [nll.sum(dtype=torch.float64), (labels != IGNORE_INDEX).sum(), batch["bytes"].sum()]
@@ -272,8 +272,8 @@ class SequenceModule(L.LightningModule):
         assert self._val_sums is not None
         sums = self.trainer.strategy.reduce(self._val_sums, reduce_op="sum")
         self.domain_losses = [
-            DomainLoss(name, self._data.in_domain(name), nats, int(tokens), n_bytes)
-            for name, (nats, tokens, n_bytes) in zip(self._data.val_domains, sums.tolist(), strict=True)
+            DomainLoss(name, self.data.in_domain(name), nats, int(tokens), n_bytes)
+            for name, (nats, tokens, n_bytes) in zip(self.data.val_domains, sums.tolist(), strict=True)
         ]
         if self.trainer.sanity_checking:
             return

@@ -8,6 +8,9 @@ from pathlib import Path
 from lightning.pytorch.callbacks import Callback
 
 from seqarch.training.callbacks.checkpoints import Checkpoints
+from seqarch.training.callbacks.progress import StepProgress
+from seqarch.training.callbacks.table import DomainTable
+from seqarch.training.callbacks.throughput import Throughput
 
 
 def run_callbacks(
@@ -20,4 +23,9 @@ def run_callbacks(
         every_n_steps: Steps between two checkpoints.
         keep: How many of them to keep besides the best and the last; None keeps all.
     """
-    return [Checkpoints(Path(run_dir) / "checkpoints", every_n_steps, keep)]
+    return [
+        Throughput(),
+        StepProgress(),
+        DomainTable(),
+        Checkpoints(Path(run_dir) / "checkpoints", every_n_steps, keep),
+    ]

@@ -66,12 +66,14 @@ class Checkpoints(Checkpoint):
         """The checkpoint that was resumed from exists."""
         self._saved_step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Save at the end of a step, unless validation follows, which saves then."""
         if at_end_of_step(trainer) and self._due(trainer) and not validation_follows(trainer):
             self._save(trainer)
 
-    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save the best, and what was put off until after validation."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
@@ -89,7 +91,7 @@ class Checkpoints(Checkpoint):
 
     def _save(self, trainer: L.Trainer) -> None:
         step = trainer.global_step
-        trainer.save_checkpoint(self._path(step))
+        trainer.save_checkpoint(self._path(step), weights_only=False)
         self._saved_step = step
         if trainer.is_global_zero:
             self._link("last.ckpt", step)

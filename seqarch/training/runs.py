@@ -1,0 +1,28 @@
+"""The folder of a run: where its checkpoints and its tokenizer lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer.json"
+
+
+def checkpoint_of(path: str | Path) -> Path:
+    """A checkpoint file, given as itself or as the run folder whose last one is meant.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return path
+    last = path / CHECKPOINTS / "last.ckpt"
+    if not last.is_file():
+        raise ValueError(f"{path} holds no {CHECKPOINTS}/last.ckpt: name a checkpoint file, or the folder of a run")
+    return last
+
+
+def tokenizer_of(checkpoint: Path) -> Path:
+    """Where the tokenizer of a checkpoint's run lies."""
+    return checkpoint.resolve().parent.parent / TOKENIZER
