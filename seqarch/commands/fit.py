@@ -13,10 +13,14 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from seqarch.commands.errors import explain
 from seqarch.data import TokenDataModule
 from seqarch.discovery import plugins
+from seqarch.mixer import TokenMixer
+from seqarch.model.channel import ChannelMixer
 from seqarch.training.callbacks import run_callbacks
 from seqarch.training.checkpoint import check_same_architecture
 from seqarch.training.metrics import run_loggers
 from seqarch.training.module import SequenceModule
+from seqarch.training.runs import CHECKPOINTS, TOKENIZER
+from seqarch.training.schedule import Schedule
 
 _DESCRIPTION = {
     "fit": "Train a model. Every option can stand in the file given with --config, or be set here by its full name.",
@@ -36,7 +40,7 @@ class _Parser(LightningArgumentParser):
         """Leave with one short message."""
         from seqarch.cli import fail
 
-        fail(explain(message, sys.argv[2:]))
+        fail(explain(message, self, (TokenMixer, ChannelMixer, Schedule, TokenDataModule)))
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -57,8 +61,8 @@ class _SaveConfig(SaveConfigCallback):
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        if not (folder / "tokenizer.json").exists():
-            shutil.copyfile(datamodule.tokenizer_path, folder / "tokenizer.json")
+        if not (folder / TOKENIZER).exists():
+            shutil.copyfile(datamodule.tokenizer_path, folder / TOKENIZER)
 
 
 class _CLI(LightningCLI):
@@ -110,12 +114,18 @@ class _CLI(LightningCLI):
         """Lightning lets the checkpoint's options override the command line here; they are compared instead."""
 
     def before_instantiate_classes(self) -> None:
-        """Settle the run folder."""
+        """Settle the run folder, and the checkpoints that are known by a name."""
         config = self.config[self.command]
         if config.run_dir is None:
             given = config.get("config") or []
             config.run_dir = str(Path("runs") / (Path(str(given[0])).stem if given else "default"))
         config.trainer.default_root_dir = config.run_dir
+        if config.ckpt_path in ("last", "best"):
+            file = Path(config.run_dir) / CHECKPOINTS / f"{config.ckpt_path}.ckpt"
+            if not file.exists() and self.command != "fit":
+                raise ValueError(f"ckpt_path: {file} does not exist: is --run_dir the folder of a run?")
+            # A job that is queued again starts afresh if it was stopped before its first checkpoint.
+            config.ckpt_path = str(file) if file.exists() else None
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer of the configuration, with the run folder's loggers and callbacks beside those it names."""
@@ -135,7 +145,7 @@ class _CLI(LightningCLI):
         """Refuse to mix two runs in one folder, and to resume with another architecture."""
         config = self.config[self.command]
         run_dir, ckpt_path = Path(config.run_dir), config.ckpt_path
-        if ckpt_path is None and any(run_dir.glob("checkpoints/*.ckpt")):
+        if ckpt_path is None and any((run_dir / CHECKPOINTS).glob("*.ckpt")):
             raise ValueError(
                 f"{run_dir} already holds a run: continue it with --ckpt_path last, or name another with --run_dir"
             )
@@ -148,5 +158,5 @@ class _CLI(LightningCLI):
         self._check_checkpoint(self.config[self.command].ckpt_path)
 
     def _check_checkpoint(self, ckpt_path: str | None) -> None:
-        if ckpt_path not in (None, "last", "best", "hpc", "registry"):
+        if ckpt_path is not None:
             check_same_architecture(Path(str(ckpt_path)), self.model)

@@ -38,24 +38,24 @@ def generate(
         tokenizer: A tokenizer.json; by default the run folder's.
         device: Where to compute; by default a GPU if there is one.
     """
-    from tokenizers import Tokenizer
     from tokenizers.decoders import DecodeStream
 
+    from seqarch.data.tokenizer import find_eos, load_tokenizer
     from seqarch.discovery import plugins
     from seqarch.evaluation.generation import generate as draw
     from seqarch.training.checkpoint import load_module
-    from seqarch.training.runs import checkpoint_of, eos_of, tokenizer_of
+    from seqarch.training.runs import checkpoint_of, tokenizer_of
 
     plugins()
     path = checkpoint_of(ckpt)
     file = Path(tokenizer) if tokenizer is not None else tokenizer_of(path)
     if not file.is_file():
-        raise ValueError(f"{file}: no such tokenizer file; --tokenizer names one")
-    vocabulary = Tokenizer.from_file(str(file))
+        raise ValueError(f"{file}: there is no such tokenizer; name one with --tokenizer")
+    vocabulary = load_tokenizer(file)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     module = load_module(path, map_location=device)
     text = sys.stdin.read() if prompt == "-" else prompt
-    eos_id = eos_of(vocabulary)
+    _, eos_id = find_eos(vocabulary)
     # Documents follow an end-of-document token in training, so a text starts after one.
     ids = [eos_id, *vocabulary.encode(text, add_special_tokens=False).ids]
     stream = DecodeStream(skip_special_tokens=True)

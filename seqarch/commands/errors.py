@@ -1,0 +1,76 @@
+"""The parser's errors in one or two lines, with the nearest valid name."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+
+from jsonargparse import ArgumentParser
+
+from seqarch.discovery import find, plugins
+
+_UNKNOWN_OPTION = (
+    re.compile(r"Option '([^']+)' is not accepted"),
+    re.compile(r"does not accept option '([^']+)'"),
+    re.compile(r"unrecognized arguments: --([\w.]+)"),
+)
+_UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: ([\w.]+)")
+_KEY = re.compile(r'Parser key "([^"]+)":\s*')
+
+
+def explain(message: str, parser: ArgumentParser, bases: Iterable[type]) -> str:
+    """What is wrong and what to do.
+
+    Args:
+        message: What jsonargparse says; a union of types makes it repeat itself.
+        parser: Knows the options.
+        bases: Classes whose subclasses a configuration may name, each with options of its own.
+    """
+    classes = [cls for base in bases for cls in _subclasses(base) if not inspect.isabstract(cls)]
+    for pattern in _UNKNOWN_OPTION:
+        if found := pattern.search(message):
+            return _unknown_option(found[1], parser, classes)
+    key = match[1] if (match := _KEY.search(message)) else ""
+    if found := _UNKNOWN_CLASS.search(message):
+        if key.endswith("mixer") and "channel" not in key:
+            return _reason(found[1])
+        names = {cls.__name__ for cls in classes}
+        return f"{key}: there is no class '{found[1]}'{_nearest(found[1], names)}"
+    text = _KEY.sub(rf"{key}: ", message) if key else message
+    text = re.sub(r"<class '([\w.]+)'>", r"\1", text).replace("typing.", "").replace("collections.abc.", "")
+    return " ".join(text.split())
+
+
+def _unknown_option(option: str, parser: ArgumentParser, classes: list[type]) -> str:
+    """Names are compared whole (model.d_model) and by their last part (an option of some class)."""
+    dests = {a.dest for a in parser._actions}
+    own = {name for cls in classes for name in inspect.signature(cls.__init__).parameters if name != "self"}
+    last = option.rsplit(".", 1)[-1]
+    near = get_close_matches(option, dests, n=1) or get_close_matches(
+        last, own | {d.rsplit(".", 1)[-1] for d in dests}, n=1
+    )
+    hint = f": did you mean '{near[0]}'?" if near else ":"
+    return f"there is no option '{option}'{hint} --help lists all, --model.mixer.help CLASS those of a mixer"
+
+
+def _reason(name: str) -> str:
+    """Why a mixer's name cannot be used."""
+    plugins()
+    try:
+        find(name)
+    except ValueError as error:
+        return f"model.mixer: {error}"
+    return f"model.mixer: '{name}' is the name of an entry point; recipes use the class name"
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = get_close_matches(name, names, n=1)
+    return f": did you mean '{near[0]}'?" if near else f"; there are {', '.join(sorted(names))}"
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    for cls in base.__subclasses__():
+        yield cls
+        yield from _subclasses(cls)
