@@ -8,25 +8,8 @@ from pathlib import Path
 
 LABELS = {"cc": "RedPajamaCommonCrawl", "c4": "RedPajamaC4", "github": "RedPajamaGithub"}
 WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "lazy",
-    "dogs",
-    "while",
-    "naïve",
-    "東京",
-    "cats",
-    "écoutent",
-    "la",
-    "musique;",
-    "x",
-    "=",
-    "f(y)\n\n\tend",
-    "12345",
+    *("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "naïve", "東京", "cats"),
+    *("écoutent", "la", "musique;", "x", "=", "f(y)\n\n\tend", "12345"),
 ]
 
 

@@ -186,7 +186,7 @@ def test_bad_options_at_construction(tmp_path: Path, options: dict, message: str
 def test_unknown_domain(corpus_path: Path) -> None:
     with pytest.raises(ValueError, match=r"train_domains: .* has no domain 'wiki' in its train split .*c4, cc, github"):
         LimitedDomainDataModule(corpus_path, 16, 8, 2, ["cc", "wiki"]).setup("fit")
-    with pytest.raises(ValueError, match="test_domains: .* has no domain 'wiki'"):
+    with pytest.raises(ValueError, match=r"test_domains: .* has no domain 'wiki'"):
         LimitedDomainDataModule(corpus_path, 16, 8, 2, ["cc"], test_domains=["wiki"]).setup("fit")
     with pytest.raises(ValueError, match="weights: wiki is no training domain"):
         MixedDomainDataModule(corpus_path, 16, 8, 2, weights={"cc": 1, "c4": 1, "github": 1, "wiki": 1}).setup("fit")

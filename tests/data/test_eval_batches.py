@@ -129,8 +129,8 @@ def test_cap_takes_whole_documents_whatever_the_seed(corpus_path: Path) -> None:
 
 
 def test_one_token_document_and_document_of_exactly_one_window(tmp_path: Path, corpus_path: Path) -> None:
-    megatron.write(tmp_path / "test" / "x", [[[0]], [list(range(1, 8)) + [0]], [list(range(1, 9)) + [0]]], 8)
-    megatron.write(tmp_path / "train" / "x", [[list(range(50)) + [0]]], 8)
+    megatron.write(tmp_path / "test" / "x", [[[0]], [[*list(range(1, 8)), 0]], [[*list(range(1, 9)), 0]]], 8)
+    megatron.write(tmp_path / "train" / "x", [[[*list(range(50)), 0]]], 8)
     (tmp_path / "tokenizer.json").write_bytes((corpus_path / "tokenizer.json").read_bytes())
     data = LimitedDomainDataModule(tmp_path, 8, 1, 1, train_domains=["x"], val_batch_size=9)
     data.setup("validate")

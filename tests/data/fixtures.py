@@ -1,3 +1,5 @@
+"""Fixtures of a small corpus, for all tests (loaded by tests/conftest.py)."""
+
 from __future__ import annotations
 
 from pathlib import Path
