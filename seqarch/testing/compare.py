@@ -12,7 +12,7 @@ class ContractError(AssertionError):
     """A mixer breaks a clause of the contract."""
 
 
-class NotApplicable(Exception):  # noqa: N818  (no error: the check says why it has nothing to check)
+class InapplicableError(Exception):
     """A check found that it has nothing to check on this mixer."""
 
 

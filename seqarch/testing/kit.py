@@ -21,7 +21,7 @@ from seqarch.testing import (
     robustness,
     state,
 )
-from seqarch.testing.compare import ContractError, NotApplicable
+from seqarch.testing.compare import ContractError, InapplicableError
 from seqarch.testing.report import Report, Row
 from seqarch.testing.subject import MixerFactory, Subject
 
@@ -140,7 +140,7 @@ def _row(check: Check, subject: Subject, expected: str | None) -> Row:
     start = time.perf_counter()
     try:
         run_check(check, subject)
-    except NotApplicable as e:
+    except InapplicableError as e:
         return Row(check.name, "skipped", time.perf_counter() - start, str(e))
     except Exception as e:  # the boundary to third-party code: whatever it raises is a finding
         seconds = time.perf_counter() - start
@@ -168,7 +168,7 @@ def check_mixer(
     seed: int = 0,
     slow: bool = False,
 ) -> Report:
-    """Check a mixer against the contract of ``seqarch.mixer``.
+    """Check a mixer against the contract of ``seqarch.mixer``, on the CPU.
 
     Args:
         factory: Called as ``factory(d_model)`` and with ``layer_idx=…`` or ``backend=…`` where a check needs them: a
@@ -201,4 +201,4 @@ def check_mixer(
             rows.append(Row(check.name, "skipped", 0.0, reason))
         else:
             rows.append(_row(check, subject, expected_failures.get(check.name)))
-    return Report(type(subject.fresh()).__name__, tuple(rows))
+    return Report(subject.name, tuple(rows))

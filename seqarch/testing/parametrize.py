@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from seqarch.testing.compare import NotApplicable
+from seqarch.testing.compare import InapplicableError
 from seqarch.testing.kit import CHECKS, Check, known_checks, run_check
 from seqarch.testing.subject import MixerFactory, Subject
 
@@ -80,5 +80,5 @@ def _run(check: Check, factory: MixerFactory, d_model: int, seed: int) -> None:
 
     try:
         run_check(check, Subject(factory, d_model=d_model, seed=seed))
-    except NotApplicable as e:
+    except InapplicableError as e:
         pytest.skip(str(e))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from seqarch.testing.compare import ContractError, NotApplicable
+from seqarch.testing.compare import ContractError, InapplicableError
 from seqarch.testing.subject import Subject
 
 
@@ -27,7 +27,7 @@ def check_refuses_what_tags_deny(subject: Subject) -> None:
     """``cu_seqlens`` where ``packs_documents`` is False, and parameter dtypes that ``dtypes`` does not list."""
     denied = [d for d in (torch.float64, torch.float32, torch.bfloat16) if d not in subject.tags.dtypes]
     if subject.tags.packs_documents and not denied:
-        raise NotApplicable("the tags deny nothing")
+        raise InapplicableError("the tags deny nothing")
     if not subject.tags.packs_documents:
         stack, x = subject.build(), subject.noise(1, 4)
         cu_seqlens = torch.tensor([0, 1, 4], dtype=torch.int32)

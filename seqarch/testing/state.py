@@ -10,7 +10,7 @@ from torch import Tensor
 from seqarch.mixer import State
 from seqarch.testing.compare import (
     ContractError,
-    NotApplicable,
+    InapplicableError,
     expect_close,
     expect_gradients_close,
     expect_identical,
@@ -53,7 +53,7 @@ def check_state_split_gradients(subject: Subject) -> None:
     with torch.enable_grad():
         _, state = stack(x[:, : subject.C], state=stack.init_state(2, subject.T, x.dtype))
     if not any(t.requires_grad for s in state for t in s.values()):
-        raise NotApplicable("the returned state carries no gradient")
+        raise InapplicableError("the returned state carries no gradient")
     expected = gradients(stack, stack(x)[0], dy, x)
     for t in sorted({1, subject.C, subject.C + 1}):
         actual = gradients(stack, run_pieces(stack, x, [t, subject.T - t]), dy, x)
@@ -99,12 +99,21 @@ def _expect_batch_first(state: list[State], B: int, moment: str) -> None:
 
 
 def check_state_dtype(subject: Subject) -> None:
-    """A state tensor keeps the dtype that ``init_state`` gave it, float32 in a bfloat16 model say."""
+    """A state tensor keeps the dtype that ``init_state`` gave it, float32 in a bfloat16 model say.
+
+    Without the argument ``dtype`` it is that for the mixer's own parameters.
+    """
     for dtype in subject.tags.dtypes:
         stack = subject.build(dtype)
         x = subject.noise(2, 3, dtype=dtype)
         state: list[State] = stack.init_state(2, 3, dtype)
         promised = [{name: t.dtype for name, t in layer.items()} for layer in state]
+        default = {name: t.dtype for name, t in stack.mixer.init_state(2, 3).items()}
+        if default != promised[-1]:
+            raise ContractError(
+                f"state: with parameters of {dtype} init_state(…, dtype={dtype}) gives {promised[-1]}, init_state "
+                f"without dtype gives {default}"
+            )
         with torch.no_grad():
             for piece in x.split(1, dim=1):
                 _, state = stack(piece, state=state)

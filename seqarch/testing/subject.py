@@ -70,6 +70,7 @@ class Subject:
         seed: Seed of parameters and inputs.
 
     Attributes:
+        name: Of the mixer's class.
         tags: Of the mixer.
         layer_idx: Of the mixer.
         dtype: Of comparisons "within rounding": float64 if the tags list it.
@@ -82,6 +83,7 @@ class Subject:
         mixer = self.fresh()
         if not isinstance(mixer, TokenMixer):
             raise TypeError(f"the factory must return a TokenMixer, not {type(mixer).__name__}")
+        self.name = type(mixer).__name__
         self.tags = mixer.tags
         self.layer_idx = mixer.layer_idx
         self.dtype = next((d for d in (torch.float64, torch.float32) if d in self.tags.dtypes), self.tags.dtypes[0])

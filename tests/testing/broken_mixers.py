@@ -105,6 +105,19 @@ class LowersState(ToyEMA):
         return y, {**state, "h": state["h"].to(x.dtype)}
 
 
+class IgnoresParameterDtype(ToyEMA):
+    """The state is float32 by default, whatever the parameters are."""
+
+    def init_state(
+        self,
+        batch_size: int,
+        max_len: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> State:
+        return super().init_state(batch_size, max_len, device, dtype or torch.float32)
+
+
 class StateClass(dict[str, Tensor]):
     """A dict that ``torch.load(weights_only=True)`` does not know."""
 
@@ -431,6 +444,7 @@ BROKEN = (
     Broken(DetachesTail, ("check_state_split_gradients",)),
     Broken(TimeFirstState, ("check_state_batch_first",)),
     Broken(LowersState, ("check_state_dtype", "check_state_bytes")),
+    Broken(IgnoresParameterDtype, ("check_state_dtype",)),
     Broken(StateOfOwnClass, ("check_state_save",)),
     Broken(ConvolvesAcross, ("check_packed_documents", "check_packed_gradients")),
     Broken(PackedGradient, ("check_packed_gradients",)),

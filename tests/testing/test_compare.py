@@ -36,6 +36,9 @@ def test_expect_close() -> None:
 def test_expect_identical() -> None:
     x = torch.tensor([1.0, float("nan")])
     expect_identical(x, x.clone(), "clause", "here")
+    for dtype in (torch.bool, torch.int32):
+        with pytest.raises(ContractError, match="2 of 3 values differ"):
+            expect_identical(torch.ones(3, dtype=dtype), torch.tensor([1, 0, 0]).to(dtype), "clause", "here")
     with pytest.raises(ContractError, match="1 of 1 values differ"):
         expect_identical(torch.tensor([1.0 + 1e-7]), torch.tensor([1.0]), "clause", "here")
 

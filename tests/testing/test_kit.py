@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -68,6 +69,17 @@ def test_fault_is_noticed(broken: Broken) -> None:
 @pytest.mark.parametrize("name", GOOD)
 def test_conforming_mixer_compiles(name: str) -> None:
     run_check(next(check for check in CHECKS if check.slow), Subject(GOOD[name]))
+
+
+class MayBreakGraph(BreaksGraph):
+    def __init__(self, d_model: int) -> None:
+        super().__init__(d_model)
+        self.tags = replace(self.tags, fullgraph=False)
+
+
+@pytest.mark.slow
+def test_mixer_that_claims_no_full_graph_may_break_it() -> None:
+    run_check(next(check for check in CHECKS if check.slow), Subject(MayBreakGraph))
 
 
 @pytest.mark.parametrize("seed", range(20))
