@@ -218,7 +218,7 @@ class TokenDataModule(L.LightningDataModule):
             return 0
         # A checkpoint may come from another number of ranks, or from inside an accumulation. Lightning counts micro
         # batches to know when a step is full: put its count back to the start of a step, which is where we go on.
-        current = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        current: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         first = current.ready - current.ready % self.trainer.accumulate_grad_batches
         # A checkpoint written at the end of a batch counts it as not completed; Lightning adds one on restarting.
         pending = current.processed == current.ready and current.completed == current.ready - 1

@@ -31,10 +31,14 @@ class ShardRecord:
 
 @dataclass
 class Run:
-    """One finished call of prepare, or one part of it: what was read, with which options, into which domains."""
+    """One finished call of prepare, or one part of it: what was read, with which options, into which domains.
+
+    ``key`` is a hash of the input's names and the options, ``sizes`` one of the input's sizes.
+    """
 
     key: str
     part: list[int]
+    sizes: str
     options: dict
     domains: list[str]
     skipped_empty: int = 0

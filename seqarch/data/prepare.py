@@ -54,11 +54,15 @@ class _Options:
     def key(self, sources: list[Source]) -> str:
         """Identity of a run, the same for all its parts."""
         what = [self.split, self.domain, self.text_key, self.text_documents, self.tokenizer.hash, self.tokenizer.eos_id]
-        return hashlib.sha256(json.dumps([what, [[s.name, s.size] for s in sources]]).encode()).hexdigest()[:16]
+        return _digest([what, [s.name for s in sources]])
 
     @property
     def suffix(self) -> str:
         return "" if self.part[1] == 1 else f".{self.part[0]:05d}-of-{self.part[1]:05d}"
+
+
+def _digest(what: list) -> str:
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
 def prepare(
@@ -109,15 +113,16 @@ def prepare(
     options = _Options(names, root, split, domain, text_key, text_documents, part_i_n, record)
     key = options.key(sources)
     staging_folder = root / ".prepare" / f"{split}-{key}{options.suffix}"
-    if _already_prepared(options, key):
+    if _already_prepared(options, key, sources):
         shutil.rmtree(staging_folder, ignore_errors=True)  # a run that was killed just before its end leaves it
+        _remove_if_empty(staging_folder.parent)
         log.info("%s (%s, part %s) is already prepared in %s: nothing to do", names, split, part, root)
         return
     made = [p for p in (root, *root.parents) if not p.exists()]
     staging_folder.mkdir(parents=True, exist_ok=True)
     try:
         with locked(staging_folder / "lock", wait=False):
-            _run(options, key, _take_part(sources, part_i_n), data, staging_folder, processes)
+            _run(options, key, sources, data, staging_folder, processes)
     finally:
         for folder in (staging_folder, staging_folder.parent, *made):
             _remove_if_empty(folder)
@@ -163,7 +168,7 @@ def _tokenizer(option: str | None, root: Path, eos_token: str | None) -> tuple[b
     return data, TokenizerRecord(hash_bytes(data), size, eos, eos_id)
 
 
-def _already_prepared(options: _Options, key: str) -> bool:
+def _already_prepared(options: _Options, key: str, sources: list[Source]) -> bool:
     """Whether the manifest has this run; ``ValueError`` if it cannot be added to what the manifest has."""
     manifest = load_manifest(options.root)
     if manifest is None:
@@ -176,10 +181,19 @@ def _already_prepared(options: _Options, key: str) -> bool:
         )
     for run in manifest.runs:
         if run.key == key and tuple(run.part) == options.part:
+            if run.sizes != _sizes(sources):
+                raise ValueError(
+                    f"input: {options.input} has changed since {options.root} was prepared from it; "
+                    "prepare into another folder"
+                )
             return True
     if options.domain is not None:
         _check_free(manifest, options, key, options.domain)
     return False
+
+
+def _sizes(sources: list[Source]) -> str:
+    return _digest([s.size for s in sources])
 
 
 def _check_free(manifest: Manifest | None, options: _Options, key: str, domain: str) -> None:
@@ -202,11 +216,11 @@ def _run(options: _Options, key: str, sources: list[Source], tokenizer: bytes, f
             tokenizer_path = folder / "tokenizer.json"
             write_aside(tokenizer_path, tokenizer)
             task = Task(str(tokenizer_path), options.tokenizer.eos_id, dtype.str, options.text_key, options.domain)
-            _tokenise(options, key, sources, staging, task, processes)
+            _tokenise(options, key, _take_part(sources, options.part), staging, task, processes)
             if not staging.journal.counts:
                 raise ValueError(f"input: {options.input} holds no text; {staging.journal.empty} records were empty")
             staging.seal(options.split, options.suffix)
-        _publish(options, key, staging, tokenizer)
+        _publish(options, key, _sizes(sources), staging, tokenizer)
     except BaseException as error:
         keep = staging.journal.publishing or _keep_committed(staging)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -288,7 +302,7 @@ def _tokenise(options: _Options, key: str, sources: list[Source], staging: Stagi
             take()
 
 
-def _publish(options: _Options, key: str, staging: Staging, tokenizer: bytes) -> None:
+def _publish(options: _Options, key: str, sizes: str, staging: Staging, tokenizer: bytes) -> None:
     root = options.root
     with locked(root / ".prepare" / "lock"):
         manifest = load_manifest(root) or Manifest(options.tokenizer)
@@ -312,7 +326,7 @@ def _publish(options: _Options, key: str, staging: Staging, tokenizer: bytes) ->
             "text_key": options.text_key,
             "text_documents": options.text_documents,
         }
-        run = Run(key, list(options.part), described, sorted(staging.journal.counts), staging.journal.empty)
+        run = Run(key, list(options.part), sizes, described, sorted(staging.journal.counts), staging.journal.empty)
         manifest.runs = sorted([*manifest.runs, run], key=lambda r: (r.key, r.part))
         save_manifest(root, manifest)
     staging.discard()

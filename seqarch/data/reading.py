@@ -151,12 +151,14 @@ def _byte_blocks(
 
     for chunk, consumed in open_chunks(Path(source.name), start.offset):  # noqa: B007
         buffer += chunk
-        if len(buffer) < BLOCK_BYTES:
-            continue
-        end = -1 if separator is None else buffer.rfind(separator)
-        if end >= 0 and separator is not None:
+        while len(buffer) >= BLOCK_BYTES and separator is not None:
+            end = buffer.rfind(separator, 0, BLOCK_BYTES)
+            if end < 0:  # a record longer than a block
+                end = buffer.find(separator, BLOCK_BYTES - len(separator))
+            if end < 0:
+                break
             yield take(end + len(separator))
-        elif len(buffer) > MAX_DOCUMENT_BYTES:
+        if len(buffer) > MAX_DOCUMENT_BYTES:
             way_out = "split it" if kind == "jsonl" else "pass --text_documents line or paragraph"
             raise ValueError(f"{source.name}: a document is longer than {MAX_DOCUMENT_BYTES >> 20} MiB; {way_out}")
     if buffer:
