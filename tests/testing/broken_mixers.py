@@ -418,7 +418,7 @@ class Broken:
 
     mixer: type[TokenMixer]
     noticed_by: tuple[str, ...]
-    d_model: int = 16
+    d_model: int = 8
 
 
 BROKEN = (
