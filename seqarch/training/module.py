@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from seqarch.mixer import TokenMixer
 from seqarch.model import Loss, SequenceModel, SwiGLU
 from seqarch.model.channel import ChannelMixer
 from seqarch.model.loss import IGNORE_INDEX
 from seqarch.training.hyperparameters import differences, to_plain
+from seqarch.training.known_warnings import ignore_known_warnings
 from seqarch.training.loops import logging_due, recount, set_length, set_validation
 from seqarch.training.metrics import record, resume_loggers
 from seqarch.training.optimizer import AdamWConfig, build_adamw, configure_groups, gradient_norm
@@ -128,6 +130,7 @@ class SequenceModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Fit the trainer to the data module, which has been set up by now."""
+        ignore_known_warnings()
         if self.data.vocab_size > self.model.vocab_size:
             raise ValueError(
                 f"the tokenizer has {self.data.vocab_size} tokens, but model.vocab_size is {self.model.vocab_size}: "
@@ -148,6 +151,10 @@ class SequenceModule(L.LightningModule):
         if self.compile_blocks:
             for block in self.model.blocks:
                 block.compile()  # in place: the names of the parameters stay
+
+    def cpu(self) -> Self:
+        """Move to the CPU, unless there is nothing yet to move: Lightning calls it after any error."""
+        return self if any(p.is_meta for p in self.model.parameters()) else super().cpu()
 
     def _shard(self) -> Callable[[nn.Module], object] | None:
         mesh = self.device_mesh
