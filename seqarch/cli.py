@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from difflib import get_close_matches
 from importlib import import_module
@@ -16,6 +17,11 @@ COMMANDS = {
     "mixers": ("seqarch.commands.mixers:run", "list the token mixers that are installed, and their backends"),
     "data": ("seqarch.commands.data:run", "prepare token shards, train a tokenizer, inspect a corpus"),
 }
+
+
+def _fail(message: str) -> None:
+    print(f"seqarch: error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -37,25 +43,20 @@ def main(argv: list[str] | None = None) -> None:
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean '{near[0]}'?" if near else "`seqarch --help` lists them"
-        fail(f"there is no command '{name}': {hint}")
+        _fail(f"there is no command '{name}': {hint}")
     module, function = COMMANDS[name][0].split(":")
+    from seqarch.commands.errors import UsageError
+
     try:
         getattr(import_module(module), function)(name, rest)
-    except (ValueError, OSError) as error:
-        # What users can mend is raised as ValueError or OSError; SEQARCH_TRACEBACK=1 shows where.
-        import os
-
+    except UsageError as error:
+        _fail(str(error))
+    except (ValueError, OSError) as error:  # what users can mend; SEQARCH_TRACEBACK=1 shows where it was found
         if os.environ.get("SEQARCH_TRACEBACK"):
             raise
-        fail(str(error))
+        _fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def fail(message: str) -> None:
-    """Print an error and leave with status 2."""
-    print(f"seqarch: error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def _help() -> str:

@@ -11,6 +11,11 @@ from jsonargparse import ArgumentParser
 
 from seqarch.discovery import find, plugins
 
+
+class UsageError(SystemExit):
+    """Bad options. No ``Exception``, which the parser would catch and wrap while it tries the types of a union."""
+
+
 _UNKNOWN_OPTION = (
     re.compile(r"Option '([^']+)' is not accepted"),
     re.compile(r"does not accept option '([^']+)'"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from seqarch.commands.errors import explain
+from seqarch.commands.errors import UsageError, explain
 from seqarch.data import TokenDataModule
 from seqarch.discovery import plugins
 from seqarch.mixer import TokenMixer
@@ -31,16 +31,17 @@ _DESCRIPTION = {
 def run(name: str, arguments: list[str]) -> None:
     """Parse the configuration, build everything, and train or validate."""
     plugins()  # their classes must be known before the parser resolves names
-    sys.argv = ["seqarch", name, *arguments]  # Lightning starts further processes with these
+    sys.argv = [sys.argv[0], name, *arguments]  # Lightning starts further processes with these
     _CLI(name)
 
 
 class _Parser(LightningArgumentParser):
-    def error(self, message: str, ex: Exception | None = None) -> Any:
-        """Leave with one short message."""
-        from seqarch.cli import fail
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, **kwargs)  # a misspelt option is an error, not another's beginning
 
-        fail(explain(message, self, (TokenMixer, ChannelMixer, Schedule, TokenDataModule)))
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise with one short message."""
+        raise UsageError(explain(message, self, (TokenMixer, ChannelMixer, Schedule, TokenDataModule))) from ex
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -52,7 +53,7 @@ class _SaveConfig(SaveConfigCallback):
             return
         self.already_saved = True
         folder = Path(trainer.default_root_dir)
-        text = self.parser.dump(self.config, skip_none=False)
+        text = self.parser.dump(self.config)
         path = folder / "config.yaml"
         count = 1
         while path.exists() and path.read_text() != text:
