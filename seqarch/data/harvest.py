@@ -88,36 +88,41 @@ def harvest() -> dict[str, dict[str, list[Text]]]:
 
 def _list_files() -> dict[str, list[_File]]:
     files: dict[str, list[_File]] = {"python": [], "headers": [], "legal": []}
+
+    def add(package: str, root: str, parts: tuple[str, ...], name: str) -> None:
+        kind = _kind(name)
+        if kind is None or ".." in parts or _SKIPPED_FOLDERS & set(parts):
+            return
+        if kind == "headers":  # they come from few distributions: a folder counts as a package
+            package = f"{package}:{'/'.join(parts[:3])}"
+        files[kind].append(_File(package, "/".join((*parts, name)), Path(root, *parts, name)))
+
     for distribution in installed_distributions():
-        name = distribution.metadata["Name"].lower().replace("_", "-")
+        package = distribution.metadata["Name"].lower().replace("_", "-")
+        root = str(distribution.locate_file(""))
         for file in distribution.files or []:
-            if ".." not in file.parts:
-                _sort_in(files, name, file.parent.parts, file.name, Path(str(distribution.locate_file(file))))
-    for kind, folder in (("stdlib", "stdlib"), ("python", "include")):
-        root = Path(sysconfig.get_paths()[folder])
+            add(package, root, file.parts[:-1], file.name)
+    for origin, folder in (("stdlib", "stdlib"), ("python", "include")):
+        root = sysconfig.get_paths()[folder]
         for parent, folders, names in os.walk(root):
             folders[:] = sorted(set(folders) - _SKIPPED_FOLDERS)
             parts = Path(parent).relative_to(root).parts
             for name in sorted(names):
-                package = f"{kind}:{parts[0] if parts else Path(name).stem}" if kind == "stdlib" else kind
-                _sort_in(files, package, parts, name, Path(parent) / name)
+                module = parts[0] if parts else os.path.splitext(name)[0]
+                add(f"stdlib:{module}" if origin == "stdlib" else origin, root, parts, name)
     for listed in files.values():
         listed.sort(key=lambda f: _rank(f.package, f.name))
     return files
 
 
-def _sort_in(files: dict[str, list[_File]], package: str, parts: tuple[str, ...], name: str, path: Path) -> None:
-    if _SKIPPED_FOLDERS & set(parts):
-        return
+def _kind(name: str) -> str | None:
+    """What a file is good for, by its name."""
     suffix = os.path.splitext(name)[1].lower()
-    full = "/".join((*parts, name))
     if suffix == ".py":
-        files["python"].append(_File(package, full, path))
-    elif suffix in _HEADER_SUFFIXES:
-        # Headers come from few distributions: a folder counts as a package.
-        files["headers"].append(_File(f"{package}:{'/'.join(parts[:3])}", full, path))
-    elif suffix in _LEGAL_SUFFIXES and _LEGAL_NAME.search(name):
-        files["legal"].append(_File(package, full, path))
+        return "python"
+    if suffix in _HEADER_SUFFIXES:
+        return "headers"
+    return "legal" if suffix in _LEGAL_SUFFIXES and _LEGAL_NAME.search(name) else None
 
 
 def _rank(*names: str) -> bytes:
