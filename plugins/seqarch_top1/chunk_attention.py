@@ -1,0 +1,264 @@
+"""Attention of each query over its own chunk and one selected chunk, under one softmax.
+
+The own chunks are regular blocks. For the selected ones, queries are sorted by the chunk they chose and laid out in slots:
+groups of chunks chosen about equally often, each padded to the longest of its group, so that batched products serve them.
+The two parts meet through their log-sum-exps.
+
+Shape legend: M batch × key-value heads, N chunks of keys, C tokens a chunk, Q chunks of queries, R query heads a key-value
+head, D head size; a query is a row of M·Q·R·C.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from seqarch_top1.tiles import budget, tiles
+
+_LONGEST = 512  # queries of one chunk in one product; a chunk that more have chosen is split
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where the queries that selected something stand.
+
+    Attributes:
+        query: int64 ``[S]``, the query in each slot, or M·Q·R·C in a slot that only fills up.
+        slot: int64 ``[M·Q·R·C]``, the slot of each query, or S where it selected nothing.
+        chunk: int64, the chunk (of M·N) of each piece.
+        groups: ``(first piece, pieces, slots a piece, first slot)`` of each group.
+    """
+
+    query: Tensor
+    slot: Tensor
+    chunk: Tensor
+    groups: list[tuple[int, int, int, int]]
+
+
+def arrange(index: Tensor, N: int, C: int) -> Slots:
+    """Lay out the queries by the chunk they selected.
+
+    Args:
+        index: int64 ``[M, …]``, chunk of each query, negative for none.
+        N: Chunks a head.
+        C: Tokens a chunk.
+    """
+    M, device = index.shape[0], index.device
+    head = torch.arange(M, device=device).view(-1, *[1] * (index.ndim - 1))
+    key = torch.where(index >= 0, index + head * N, M * N).flatten()
+    ordered, order = torch.sort(key, stable=True)
+    counts = torch.bincount(key, minlength=M * N + 1)[: M * N]
+    selected = int(counts.sum())
+    ordered, order = ordered[:selected], order[:selected]
+    # Pieces of at most _LONGEST queries of one chunk, the longest first.
+    split = (counts + _LONGEST - 1) // _LONGEST
+    chunk = torch.repeat_interleave(split)
+    before = torch.arange(len(chunk), device=device) - (split.cumsum(0) - split)[chunk]
+    length = (counts[chunk] - before * _LONGEST).clamp(max=_LONGEST)
+    length, rank = torch.sort(length, descending=True, stable=True)
+    groups, base, total, lengths = [], [], 0, length.tolist()
+    i = 0
+    while i < len(lengths):
+        longest = lengths[i]
+        n = min(len(lengths) - i, max(1, budget(index) // (longest * C)))
+        groups.append((i, n, longest, total))
+        base.extend(range(total, total + n * longest, longest))
+        total += n * longest
+        i += n
+    piece_base = torch.empty(len(base), dtype=torch.int64, device=device)
+    piece_base[rank] = torch.tensor(base, dtype=torch.int64, device=device)
+    place = torch.arange(selected, device=device) - (counts.cumsum(0) - counts)[ordered]
+    piece = (split.cumsum(0) - split)[ordered] + place // _LONGEST
+    at = piece_base[piece] + place % _LONGEST
+    query = torch.full((total,), key.numel(), dtype=torch.int64, device=device)
+    query[at] = order
+    slot = torch.full((key.numel(),), total, dtype=torch.int64, device=device)
+    slot[order] = at
+    return Slots(query, slot, chunk[rank], groups)
+
+
+def _softmax(s: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over the last dimension in place, and its log-sum-exp ``[…]``."""
+    top = s.amax(-1, keepdim=True)
+    p = s.sub_(top).exp_()
+    total = p.sum(-1, keepdim=True)
+    return p.div_(total), total.log_().add_(top).squeeze(-1)
+
+
+def hidden(segment: Tensor | None, n0: int, n1: int, rows: int, C: int, device: torch.device) -> Tensor:
+    """What a query may not see of its own chunk: its future, and other documents; bool ``[n1 - n0 or 1, R·C, C]``."""
+    i = torch.arange(C, device=device)
+    mask = (i > i[:, None])[None]
+    if segment is not None:
+        segment = segment[n0:n1]
+        mask = mask | (segment[:, None] != segment[:, :, None])
+    return mask.repeat(1, rows // C, 1)
+
+
+class ChunkAttention(torch.autograd.Function):
+    """See ``chunk_attention``."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        index: Tensor,
+        P: Tensor,
+        segment: Tensor | None,
+        offset: int,
+        scale: float,
+        local: bool,
+        element: bool,
+    ) -> Tensor:
+        """Own part, selected part, and their meeting."""
+        M, Q, rows, D = q.shape
+        N, C = k.shape[1:3]
+        q_flat, k_flat, v_flat = q.view(-1, D), k.view(M * N, C, D), v.view(M * N, C, D)
+        o, lse = torch.empty_like(q), torch.empty_like(P)
+        top = torch.empty_like(P) if element else None
+        pick = torch.empty_like(index) if element else None
+        for heads, n0, n1 in tiles(M, Q, rows * C, q):
+            own = slice(offset + n0, offset + n1)
+            shape = (-1, n1 - n0, rows)
+            s = torch.bmm(q[heads, n0:n1].flatten(0, 1), k[heads, own].flatten(0, 1).mT).mul_(scale).view(*shape, C)
+            s.masked_fill_(hidden(segment, n0, n1, rows, C, q.device), -torch.inf)
+            if top is not None and pick is not None:
+                top[heads, n0:n1], pick[heads, n0:n1] = s.max(-1)
+            p, lse[heads, n0:n1] = _softmax(s)
+            o[heads, n0:n1] = torch.bmm(p.flatten(0, 1), v[heads, own].flatten(0, 1)).view(*shape, D)
+        number = torch.arange(offset, offset + Q, device=q.device)[:, None]
+        if not local:
+            lse.masked_fill_(index != number, -torch.inf)
+            index = torch.where(index == number, -1, index)
+        slots = arrange(index, N, C)
+        S = len(slots.query)
+        o_slots, lse_slots = q.new_empty(S + 1, D), q.new_full((S + 1,), -torch.inf)
+        o_slots[S] = 0
+        top_slots = torch.full_like(lse_slots, -torch.inf) if element else None
+        pick_slots = torch.zeros_like(lse_slots, dtype=torch.int64) if element else None
+        for first, n, longest, a in slots.groups:
+            at, chunk = slice(a, a + n * longest), slots.chunk[first : first + n]
+            q_group = q_flat[slots.query[at].clamp(max=len(q_flat) - 1)].view(n, longest, D)
+            s = torch.bmm(q_group, k_flat[chunk].mT).mul_(scale)
+            if top_slots is not None and pick_slots is not None:
+                top_group, pick_group = s.max(-1)
+                top_slots[at], pick_slots[at] = top_group.flatten(), (pick_group + chunk[:, None] * C).flatten()
+            p, lse_group = _softmax(s)
+            lse_slots[at] = lse_group.flatten()
+            torch.bmm(p, v_flat[chunk], out=o_slots[at].view(n, longest, D))
+        lse_selected = lse_slots[slots.slot].view_as(lse)
+        share = (lse_selected - lse).sigmoid_()
+        lse = torch.logaddexp(lse, lse_selected)
+        o.view(-1, D).lerp_(o_slots[slots.slot], share.view(-1, 1))
+        hard = None
+        if top is not None and pick is not None and top_slots is not None and pick_slots is not None:
+            if not local:
+                top.masked_fill_(lse_selected > -torch.inf, -torch.inf)
+            base = torch.arange(M, device=q.device).view(M, 1, 1) * N + number
+            won = top_slots[slots.slot].view_as(top) >= top
+            pick = torch.where(won, pick_slots[slots.slot].view_as(pick), pick.add_(base * C))
+            share = won.to(q.dtype)
+            hard = v.view(-1, D)[pick.flatten()].view_as(o)
+        ctx.save_for_backward(q, k, v, o, lse, share, index, segment, pick, hard)
+        ctx.slots, ctx.offset, ctx.scale, ctx.local = slots, offset, scale, local
+        return o if hard is None else hard
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Softmax attention's gradient, with the probabilities recomputed; dP is do · the selected chunk's part of o."""
+        q, k, v, o, lse, share, index, segment, pick, hard = ctx.saved_tensors
+        slots, offset, scale = ctx.slots, ctx.offset, ctx.scale
+        do = grads[0].contiguous()
+        M, Q, rows, D = q.shape
+        N, C = k.shape[1:3]
+        delta = (do * o).sum(-1)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        own_lse = lse if ctx.local else lse.masked_fill(index >= 0, torch.inf)
+        for heads, n0, n1 in tiles(M, Q, rows * C, q):
+            own = slice(offset + n0, offset + n1)
+            shape = (-1, n1 - n0)
+            q_tile, k_tile, v_tile, do_tile, lse_tile, delta_tile = (
+                t.flatten(0, 1)
+                for t in (
+                    q[heads, n0:n1] * scale, k[heads, own], v[heads, own],
+                    do[heads, n0:n1], own_lse[heads, n0:n1, :, None], delta[heads, n0:n1, :, None],
+                )
+            )  # fmt: skip
+            p = torch.bmm(q_tile, k_tile.mT).sub_(lse_tile).exp_()
+            p.view(*shape, rows, C).masked_fill_(hidden(segment, n0, n1, rows, C, q.device), 0)
+            ds = torch.bmm(do_tile, v_tile.mT).sub_(delta_tile).mul_(p)
+            dq[heads, n0:n1] = torch.bmm(ds, k_tile).view(*shape, rows, D)
+            dk[heads, own] = torch.bmm(ds.mT, q_tile).view(*shape, C, D)
+            if pick is None:
+                dv[heads, own] = torch.bmm(p.mT, do_tile).view(*shape, C, D)
+        S = len(slots.query)
+        q_flat, do_flat = q.view(-1, D), do.view(-1, D)
+        k_flat, v_flat, dk_flat, dv_flat = (t.view(M * N, C, D) for t in (k, v, dk, dv))
+        lse_slots = torch.cat((lse.flatten(), lse.new_full((1,), torch.inf)))[slots.query]
+        dq_slots, sum_slots = q.new_empty(S + 1, D), q.new_empty(S + 1)
+        dq_slots[S] = sum_slots[S] = 0
+        for first, n, longest, a in slots.groups:
+            at, chunk = slice(a, a + n * longest), slots.chunk[first : first + n]
+            query = slots.query[at].clamp(max=len(q_flat) - 1)
+            q_group, do_group = (t[query].view(n, longest, D) for t in (q_flat, do_flat))
+            q_group.mul_(scale)
+            k_group, v_group = k_flat[chunk], v_flat[chunk]
+            p = torch.bmm(q_group, k_group.mT).sub_(lse_slots[at].view(n, longest, 1)).exp_()
+            ds = torch.bmm(do_group, v_group.mT).sub_(delta.view(-1)[query].view(n, longest, 1)).mul_(p)
+            sum_slots[at] = ds.sum(-1).flatten()
+            torch.bmm(ds, k_group, out=dq_slots[at].view(n, longest, D))
+            dk_flat.index_add_(0, chunk, torch.bmm(ds.mT, q_group))
+            if pick is None:
+                dv_flat.index_add_(0, chunk, torch.bmm(p.mT, do_group))
+        dq.view(-1, D).add_(dq_slots[slots.slot]).mul_(scale)
+        if pick is None:
+            dP = sum_slots[slots.slot].view_as(delta).addcmul_(delta, share)
+            if not ctx.local:
+                dP = delta
+        else:
+            dv.view(-1, D).index_add_(0, pick.flatten(), do_flat)
+            dP = (do * hard).sum(-1)
+            if ctx.local:
+                dP.mul_(share)
+        return dq, dk, dv, None, dP, None, None, None, None, None
+
+
+def chunk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor,
+    P: Tensor,
+    *,
+    segment: Tensor | None,
+    offset: int,
+    scale: float,
+    local: bool,
+    element: bool,
+) -> Tensor:
+    """Attention over the selected and the own chunk, one softmax; and the straight-through gradient of the selection.
+
+    Args:
+        q: ``[M, Q, R·C, D]``, contiguous.
+        k: ``[M, N, C, D]``, contiguous.
+        v: ``[M, N, C, D]``, contiguous.
+        index: int64 ``[M, Q, R·C]``, the chunk of each query, -1 for none; with ``local=False`` it may be the own one.
+        P: ``[M, Q, R·C]``, the probability of that chunk: the part of the output that comes from the chunk is scaled by
+            1 + P - sg(P), which shows in the gradient only.
+        segment: int ``[Q, C]``, the document of each place; None where there is only one.
+        offset: Chunk number of the first chunk of queries.
+        scale: Factor of the scores.
+        local: The own chunk is always seen; otherwise only where ``index`` names it.
+        element: Instead of softmax, the value with the largest score among all these tokens (Top-1 Element): weights are
+            onehot(j*) + p - sg(p).
+
+    Returns:
+        ``[M, Q, R·C, D]``.
+    """
+    return ChunkAttention.apply(  # pyright: ignore[reportReturnType]
+        q, k, v, index, P, segment, offset, scale, local, element
+    )

@@ -1,0 +1,131 @@
+"""Top-1 Element: the value of the best key, with the gradient of softmax; score matrices are held in blocks only.
+
+Shape legend: M batch × key-value heads, T queries, S keys (the last T are the queries' own), R query heads a key-value head,
+D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqarch_top1.tiles import budget
+
+_ROWS = 256  # queries a block
+
+
+class Top1(torch.autograd.Function):
+    """See ``top1``."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, scale: float, soft: bool) -> Tensor:
+        """Arg-max, and for the gradient the log-sum-exp and the softmax output, over one range of keys after another."""
+        M, R, T, D = q.shape
+        pick = torch.zeros(M, R, T, dtype=torch.int64, device=q.device)
+        lse, o = (q.new_empty(M, R, T), torch.empty_like(q)) if soft else (None, None)
+        for heads, t0, t1, lo, hi, step in _query_tiles(q, k, start):
+            q_tile = q[heads, :, t0:t1].flatten(1, 2)
+            top = q.new_full(q_tile.shape[:2], -torch.inf)
+            best = torch.zeros_like(top, dtype=torch.int64)
+            total, acc = torch.zeros_like(top), torch.zeros_like(q_tile)
+            for a in range(lo, hi, step):
+                b = min(a + step, hi)
+                s = torch.bmm(q_tile, k[heads, a:b].mT).mul_(scale)
+                _hide(s, -torch.inf, q, k, start, t0, t1, a)
+                high, where = s.max(-1)
+                better = high > top
+                best = torch.where(better, where.add_(a), best)
+                new = torch.where(better, high, top)
+                if soft:
+                    decay = (top - new).exp_().nan_to_num_(0.0)  # both -inf while nothing is visible
+                    p = s.sub_(new.clamp(min=torch.finfo(q.dtype).min)[..., None]).exp_()
+                    total = total * decay + p.sum(-1)
+                    acc = torch.baddbmm(acc.mul_(decay[..., None]), p, v[heads, a:b])
+                top = new
+            shape = (-1, R, t1 - t0)
+            pick[heads, :, t0:t1] = best.view(shape)
+            if lse is not None and o is not None:
+                lse[heads, :, t0:t1] = (top + total.log()).view(shape)
+                o[heads, :, t0:t1] = acc.div_(total[..., None]).view(*shape, D)
+        ctx.save_for_backward(q, k, v, start, pick, lse, o)
+        ctx.scale = scale
+        return _gather(v, pick)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """dV from the hard selection, dS = p(dp - Σ p dp) from the softmax, whose probabilities are recomputed."""
+        q, k, v, start, pick, lse, o = ctx.saved_tensors
+        do, scale = grads[0], ctx.scale
+        M, R, T, D = q.shape
+        delta = (do * o).sum(-1)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        row = pick + torch.arange(M, device=q.device).view(M, 1, 1) * k.shape[1]
+        dv.view(-1, D).index_add_(0, row.flatten(), do.reshape(-1, D))
+        for heads, t0, t1, lo, hi, step in _query_tiles(q, k, start):
+            q_tile, do_tile, lse_tile, delta_tile = (
+                t[heads, :, t0:t1].flatten(1, 2) for t in (q, do, lse[..., None], delta[..., None])
+            )
+            q_tile = q_tile * scale
+            dq_tile = torch.zeros_like(q_tile)
+            for a in range(lo, hi, step):
+                b = min(a + step, hi)
+                p = torch.bmm(q_tile, k[heads, a:b].mT).sub_(lse_tile).exp_()
+                _hide(p, 0, q, k, start, t0, t1, a)
+                ds = torch.bmm(do_tile, v[heads, a:b].mT).sub_(delta_tile).mul_(p)
+                dq_tile.baddbmm_(ds, k[heads, a:b])
+                dk[heads, a:b] += torch.bmm(ds.mT, q_tile)
+            dq[heads, :, t0:t1] = dq_tile.mul_(scale).unflatten(1, (R, t1 - t0))
+        return dq, dk, dv, None, None, None
+
+
+def _gather(v: Tensor, pick: Tensor) -> Tensor:
+    """Rows ``pick`` ``[M, R, T]`` of ``v`` ``[M, S, D]``."""
+    M, S, D = v.shape
+    row = pick + torch.arange(M, device=v.device).view(M, 1, 1) * S
+    return v.reshape(-1, D)[row.flatten()].view(*pick.shape, D)
+
+
+def _query_tiles(q: Tensor, k: Tensor, start: Tensor | None):
+    """Blocks: heads, queries [t0, t1), the range [lo, hi) of keys that they may see, and how many keys at a time."""
+    M, R, T, _ = q.shape
+    past = k.shape[1] - T
+    rows = min(T, max(1, _ROWS // R))
+    for t0 in range(0, T, rows):
+        t1 = min(t0 + rows, T)
+        lo, hi = (0 if start is None else int(start[t0])), past + t1
+        heads = min(M, max(1, budget(q) // (R * rows * (hi - lo))))
+        step = max(1, budget(q) // (heads * R * rows))
+        for m in range(0, M, heads):
+            yield slice(m, min(m + heads, M)), t0, t1, lo, hi, step
+
+
+def _hide(s: Tensor, value: float, q: Tensor, k: Tensor, start: Tensor | None, t0: int, t1: int, a: int) -> None:
+    """Write ``value`` over what is invisible, in ``s`` ``[heads, R·(t1 - t0), keys from a on]``."""
+    past, b = k.shape[1] - q.shape[2], a + s.shape[2]
+    if b - 1 <= past + t0 and (start is None or int(start[t1 - 1]) <= a):
+        return
+    key = torch.arange(a, b, device=s.device)
+    query = torch.arange(past + t0, past + t1, device=s.device)[:, None]
+    mask = key > query
+    if start is not None:
+        mask |= key < start[t0:t1, None]
+    s.unflatten(1, (-1, t1 - t0)).masked_fill_(mask, value)
+
+
+def top1(q: Tensor, k: Tensor, v: Tensor, *, start: Tensor | None, scale: float) -> Tensor:
+    """The value of the key with the largest score of the past, the smallest index among equals.
+
+    The gradient is straight-through: weights are onehot(j*) + p - sg(p) with p the softmax over the past.
+
+    Args:
+        q: ``[M, R, T, D]``.
+        k: ``[M, S, D]``, S ≥ T.
+        v: ``[M, S, D]``.
+        start: int64 ``[T]``, rising: the first key that each query may see; None for 0.
+        scale: Factor of the scores.
+
+    Returns:
+        ``[M, R, T, D]``.
+    """
+    soft = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return Top1.apply(q.contiguous(), k.contiguous(), v.contiguous(), start, scale, soft)  # pyright: ignore[reportReturnType]

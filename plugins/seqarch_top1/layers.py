@@ -1,0 +1,263 @@
+"""The mixers Top-1 Element and Top-1 Chunk.
+
+Shape legend: B batch, T tokens, D model width, H heads, G key-value heads, R = H/G, d head size, C tokens a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from seqarch import Tags
+from seqarch.mixer import State
+from seqarch.ops.cache import append
+from seqarch.ops.rotary import positions
+from seqarch_top1.chunk_attention import chunk_attention, hidden
+from seqarch_top1.decode import decode
+from seqarch_top1.element import top1
+from seqarch_top1.heads import SelectionMixer, working
+from seqarch_top1.layout import packed, plain
+from seqarch_top1.router import own_logit, route
+
+
+class Top1Element(SelectionMixer):
+    """Each query takes the value of the one key with the largest score of its past (the smallest index among equals).
+
+    Top-1 Element of "How Does Sequence Modeling Architecture Influence Base Capabilities of Pre-trained Language Models?"
+    (arXiv 2505.18522). The gradient is straight-through: attention weights are onehot(j*) + p - sg(p) with p the softmax
+    of the scores, so that values get the gradient of the hard selection, queries and keys that of softmax. Time grows as
+    T², memory as T.
+
+    Args:
+        d_model: Width of the model.
+        layer_idx: Which layer of the backbone this is.
+        n_layers: How many layers the backbone has.
+        n_heads: Query heads.
+        n_kv_heads: Key-value heads, a divisor of n_heads; by default n_heads.
+        head_dim: Size of a head; by default d_model / n_heads.
+        position: rope (rotary) or none.
+        rope_base: Base of the rotary wavelengths.
+        temperature: Scores are q·k / (temperature · √head_dim); it matters to the gradient only.
+        qk_norm: Normalise queries and keys per head (RMS) before positions.
+        backend: auto or torch.
+    """
+
+    tags = Tags(straight_through=True, discontinuous=True, bitwise_prefix=False, fullgraph=False)
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        layer_idx: int = 0,
+        n_layers: int = 1,
+        n_heads: int = 8,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        position: Literal["rope", "none"] = "rope",
+        rope_base: float = 10000.0,
+        temperature: float = 1.0,
+        qk_norm: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            d_model, layer_idx=layer_idx, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
+            position=position, rope_base=rope_base, temperature=temperature, qk_norm=qk_norm, backend=backend,
+        )  # fmt: skip
+
+    def forward(
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, state: State | None = None
+    ) -> tuple[Tensor, State | None]:
+        """See ``TokenMixer.forward``."""
+        self.check_input(x, cu_seqlens, state)
+        self.choose_backend(x)
+        B, T, _ = x.shape
+        start = 0 if state is None else int(state["pos"][0])
+        q, k, v = self.heads(x, start, cu_seqlens)
+        if state is None:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        else:
+            state = self.extend(k, v, state, start)
+            k, v = state["k"][:, :, : start + T], state["v"][:, :, : start + T]
+        begins = None
+        if cu_seqlens is not None:
+            begins = torch.arange(T, device=x.device) - positions(T, cu_seqlens=cu_seqlens, device=x.device)
+        q = working(q).transpose(1, 2).reshape(B * self.n_kv_heads, -1, T, self.head_dim)
+        o = top1(q, working(k).flatten(0, 1), working(v).flatten(0, 1), start=begins, scale=self.scale)
+        o = o.view(B, self.n_heads, T, self.head_dim).transpose(1, 2).flatten(2)
+        return self.o_proj(o.to(x.dtype)), state
+
+    def flops(self, T: int) -> int:
+        """Projections, and 2·d operations for every score of the causal half, per head; the value is only fetched."""
+        return self.projection_flops(T) + T * (T + 1) * self.n_heads * self.head_dim
+
+
+class Top1Chunk(SelectionMixer):
+    """Each query attends to its own chunk of the sequence and to one earlier chunk, which it selects.
+
+    Top-1 Chunk of "How Does Sequence Modeling Architecture Influence Base Capabilities of Pre-trained Language Models?"
+    (arXiv 2505.18522). Candidates are the complete chunks before the own one; a query in the first chunk selects nothing.
+    The output is one softmax over the tokens of both chunks. The selection learns by a straight-through gradient: the
+    selected chunk's part of the output is scaled by 1 + P - sg(P), P being that chunk's probability.
+
+    Documents of ``cu_seqlens`` are cut into chunks each on its own.
+
+    Args:
+        d_model: Width of the model.
+        layer_idx: Which layer of the backbone this is.
+        n_layers: How many layers the backbone has.
+        n_heads: Query heads.
+        n_kv_heads: Key-value heads, a divisor of n_heads; by default n_heads.
+        head_dim: Size of a head; by default d_model / n_heads.
+        position: rope (rotary) or none.
+        rope_base: Base of the rotary wavelengths.
+        temperature: Scores are q·k / (temperature · √head_dim), for selection and attention.
+        qk_norm: Normalise queries and keys per head (RMS) before positions.
+        chunk_size: Tokens of a chunk.
+        selection: How likely a chunk is. exact: softmax over the candidates' log-sum-exps of scores, in T² time. approx:
+            the log-sum-exp to first order around equal scores, log n + mean of the n scores, so that a chunk is scored
+            by its mean key, in T²/chunk_size time.
+        local: Every query sees its own chunk. Otherwise the own chunk, as far as it is in the past, is one more candidate
+            (approx: its n ≤ chunk_size tokens have the logit log(n / chunk_size) + their mean score, where log chunk_size
+            is common to all) and the softmax is over the selected chunk alone.
+        select: chunk: softmax over the tokens of both chunks. element: the value of the token with the largest score
+            among them instead, with weights onehot(j*) + p - sg(p) (Top-1 Element within the two chunks); the selected
+            chunk's part of the output is then that value where j* lies in the selected chunk, and 0 elsewhere.
+        backend: auto or torch.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        layer_idx: int = 0,
+        n_layers: int = 1,
+        n_heads: int = 8,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        position: Literal["rope", "none"] = "rope",
+        rope_base: float = 10000.0,
+        temperature: float = 1.0,
+        qk_norm: bool = False,
+        chunk_size: int = 128,
+        selection: Literal["exact", "approx"] = "exact",
+        local: bool = True,
+        select: Literal["chunk", "element"] = "chunk",
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            d_model, layer_idx=layer_idx, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
+            position=position, rope_base=rope_base, temperature=temperature, qk_norm=qk_norm, backend=backend,
+        )  # fmt: skip
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+        for name, value, known in (
+            ("selection", selection, ("exact", "approx")),
+            ("select", select, ("chunk", "element")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got '{value}'")
+        self.chunk_size, self.exact, self.local, self.element = (
+            chunk_size,
+            selection == "exact",
+            local,
+            select == "element",
+        )
+        self.tags = Tags(
+            straight_through=True, discontinuous=True, bitwise_prefix=False, fullgraph=False, chunk_size=chunk_size
+        )
+
+    def forward(
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, state: State | None = None
+    ) -> tuple[Tensor, State | None]:
+        """See ``TokenMixer.forward``."""
+        self.check_input(x, cu_seqlens, state)
+        self.choose_backend(x)
+        B, T, _ = x.shape
+        start = 0 if state is None else int(state["pos"][0])
+        q, k, v = self.heads(x, start, cu_seqlens)
+        if state is not None:
+            state = self._extend(k, v, state, start)
+            if T == 1:
+                o = self._decode(q, state, start + 1)
+                return self.o_proj(o.reshape(B, 1, -1).to(x.dtype)), state
+            k, v = (state[name][:, :, : start + T].transpose(1, 2) for name in ("k", "v"))
+        return self.o_proj(self._attend(q, k, v, start, cu_seqlens).flatten(2).to(x.dtype)), state
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, start: int, cu_seqlens: Tensor | None) -> Tensor:
+        """Outputs ``[B, T, H, d]`` of queries ``[B, T, H, d]``, the last of keys and values ``[B, S, G, d]``."""
+        B, T = q.shape[:2]
+        C, G = self.chunk_size, self.n_kv_heads
+        offset = start // C
+        if cu_seqlens is None:
+            queries, keys = plain(T, C, start), plain(start + T, C)
+        else:
+            queries = keys = packed(cu_seqlens.tolist(), C, q.device)
+        q, k, v = queries.split(working(q), G), keys.split(working(k), G), keys.split(working(v), G)
+        first = None if queries.first is None else queries.first.repeat(1, self.n_heads // G)
+        own = None
+        if not self.local:
+            visible = ~hidden(queries.segment, 0, queries.n_chunks, q.shape[2], C, q.device)
+            own = own_logit(q, k[:, offset:], self.scale, self.exact, visible)
+        candidates = k if self.exact else k.mean(2, keepdim=True)
+        index, P = route(q, candidates, own, first, offset, self.scale)
+        o = chunk_attention(
+            q, k, v, index, P,
+            segment=queries.segment, offset=offset, scale=self.scale, local=self.local, element=self.element,
+        )  # fmt: skip
+        return queries.join(o, B, T)
+
+    def _decode(self, q: Tensor, state: State, length: int) -> Tensor:
+        """Outputs ``[M, R, d]`` of one token's queries ``[B, 1, H, d]``."""
+        k, v = working(state["k"]).flatten(0, 1), working(state["v"]).flatten(0, 1)
+        return decode(
+            working(q).view(len(k), -1, self.head_dim), k, v,
+            None if self.exact else state["means"].flatten(0, 1), length,
+            chunk_size=self.chunk_size, scale=self.scale, local=self.local, element=self.element,
+        )  # fmt: skip
+
+    def _extend(self, k: Tensor, v: Tensor, state: State, start: int) -> State:
+        """The state with T more tokens, and the mean keys of the chunks that they complete."""
+        B, T, G, d = k.shape
+        new = self.extend(k, v, state, start)
+        a, b = start // self.chunk_size, (start + T) // self.chunk_size
+        if "means" in state and a < b:
+            chunks = new["k"][:, :, a * self.chunk_size : b * self.chunk_size].unflatten(2, (b - a, self.chunk_size))
+            means = append(state["means"].flatten(0, 1), working(chunks).mean(3).flatten(0, 1), a)
+            new["means"] = means.view_as(state["means"])
+        return new
+
+    def init_state(
+        self,
+        batch_size: int,
+        max_len: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> State:
+        """See ``SelectionMixer.init_state``; for ``approx`` also ``means`` ``[B, G, ⌊max_len/C⌋, d]``, at least float32."""
+        state = super().init_state(batch_size, max_len, device, dtype)
+        if not self.exact:
+            shape = (batch_size, self.n_kv_heads, max_len // self.chunk_size, self.head_dim)
+            state["means"] = working(state["k"].new_zeros(shape))
+        return state
+
+    def flops(self, T: int) -> int:
+        """Projections, scores of the selection, and 4·d operations for every token that is attended to, per head.
+
+        Selection scores every key (exact) or every mean key (approx) of the chunks before the own one; the means cost
+        one addition a key and head. Without ``local``, a query after the first chunk counts as one that selects a
+        complete chunk.
+        """
+        C = self.chunk_size
+        N, tail = divmod(T, C)
+        earlier = C * C * N * (N - 1) // 2 + tail * N * C  # pairs of a query and a token of a chunk before its own
+        own = N * C * (C + 1) // 2 + tail * (tail + 1) // 2
+        attended = max(T - C, 0) * C + own
+        scored = earlier if self.exact else earlier // C
+        if not self.local:
+            scored += own if self.exact else T
+            first = min(T, C)
+            attended = max(T - C, 0) * C + first * (first + 1) // 2
+        means = 0 if self.exact else T * self.n_kv_heads * self.head_dim
+        return self.projection_flops(T) + means + (2 * scored + 4 * attended) * self.n_heads * self.head_dim
