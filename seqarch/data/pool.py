@@ -11,21 +11,10 @@ import os
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from queue import SimpleQueue
 
 from seqarch.data.records import Block
 from seqarch.data.worker import BlockTokens, Task, receive, send
-
-# `seqarch/__init__.py` imports torch for the mixers' contract; a stand-in package spares each worker that.
-_BOOT = """
-import sys, types
-package = types.ModuleType("seqarch")
-package.__path__ = [sys.argv[1]]
-sys.modules["seqarch"] = package
-from seqarch.data.worker import main
-main()
-"""
 
 
 class WorkerPool:
@@ -36,18 +25,17 @@ class WorkerPool:
     """
 
     def __init__(self, processes: int, task: Task) -> None:
-        package = str(Path(__file__).resolve().parents[1])
         environment = {
             **os.environ,
-            "TOKENIZERS_PARALLELISM": "false",
+            "TOKENIZERS_PARALLELISM": "false",  # the processes are the parallelism
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONSAFEPATH": "1",  # modules in the current folder are not ours
         }
-        self._children = []
+        command = [sys.executable, "-c", "from seqarch.data.worker import main; main()"]
+        self._children: list[subprocess.Popen] = []
         self._idle: SimpleQueue[subprocess.Popen] = SimpleQueue()
         for _ in range(processes):
-            child = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, package], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-            )
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
             self._children.append(child)
             assert child.stdin is not None
             send(child.stdin, task)
