@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +111,20 @@ def load_module(path: str | os.PathLike, map_location: str | torch.device = "cpu
     checkpoint = read_checkpoint(path, map_location)
     options = {name: v for name, v in checkpoint["hyper_parameters"].items() if name != "_instantiator"}
     _check_stored(Path(path), options)
+    for name in _class_paths(options):
+        _check_installed(Path(path), name)
     try:
         module = instantiate_module(SequenceModule, options)
-    except Exception as error:
-        classes = ", ".join(dict.fromkeys(_class_paths(options)))
+    except Exception as error:  # jsonargparse's own, or whatever a plugin's class raises
         raise ValueError(
-            f"{path} cannot be rebuilt: it needs {classes}: {error}. Is the plugin installed, in the version "
-            "that it was trained with?"
+            f"{path} cannot be rebuilt with the versions installed here of what it was trained with: {error}"
         ) from error
     module.seed = checkpoint["seqarch"]["seed"]
     module.configure_model()
-    module.model.load_state_dict({k.removeprefix("model."): v for k, v in checkpoint["state_dict"].items()})
+    try:
+        module.load_state_dict(checkpoint["state_dict"])
+    except RuntimeError as error:
+        raise ValueError(f"{path}: its weights are not those of its own hyper-parameters: {error}") from error
     return module.to(map_location).eval()
 
 
@@ -144,6 +148,16 @@ def _check_stored(path: Path, options: dict[str, Any]) -> None:
                     f"{path} does not say how to build its {name} ({note.removeprefix(NOT_STORED)}): build the "
                     "SequenceModule yourself and load the checkpoint's state_dict"
                 )
+
+
+def _check_installed(path: Path, name: str) -> None:
+    module, _, cls = name.rpartition(".")
+    try:
+        found = hasattr(import_module(module), cls)
+    except ImportError:
+        found = False
+    if not found:
+        raise ValueError(f"{path} needs {name}, which is not installed here: install the plugin it was trained with")
 
 
 def _class_paths(value: Any) -> list[str]:

@@ -12,7 +12,7 @@ import os
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
@@ -24,7 +24,7 @@ HEADER = "step,tokens,name,value\n"
 class MetricsFile(Logger):
     """Appends to ``<run_dir>/metrics.csv``, one row for each value: step, tokens seen, name, value.
 
-    Values are written so that they read back exactly, and are on their way to the disk when ``log_metrics`` returns.
+    Values are written so that they read back exactly, and are in the file when ``log_metrics`` returns.
 
     Args:
         run_dir: Folder of the run.
@@ -33,7 +33,6 @@ class MetricsFile(Logger):
     def __init__(self, run_dir: str | os.PathLike) -> None:
         super().__init__()
         self._run_dir = Path(run_dir)
-        self._file: TextIO | None = None
 
     @property
     def path(self) -> Path:
@@ -66,7 +65,6 @@ class MetricsFile(Logger):
     @rank_zero_only
     def resume(self, step: int) -> None:
         """Keep what was recorded up to ``step``; 0 starts anew."""
-        self._close()
         self._run_dir.mkdir(parents=True, exist_ok=True)
         kept = [HEADER]
         if step > 0 and self.path.exists():
@@ -87,23 +85,11 @@ class MetricsFile(Logger):
         for name, value in values.items():
             count = "" if tokens is None else int(tokens)
             writer.writerow([step, count, name, repr(value) if isinstance(value, int) else repr(float(value))])
-        if self._file is None:
-            self._run_dir.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a", newline="")
-            if self._file.tell() == 0:
-                self._file.write(HEADER)
-        self._file.write(rows.getvalue())
-        self._file.flush()
-
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        """Close the file."""
-        self._close()
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", newline="") as file:
+            if file.tell() == 0:
+                file.write(HEADER)
+            file.write(rows.getvalue())
 
 
 def _step(line: str) -> str:

@@ -107,7 +107,7 @@ class WarmupStableDecay(Schedule):
     warmup_tokens: int | None = None
     decay_steps: int | None = None
     decay_tokens: int | None = None
-    min_ratio: float = 0.0
+    min_ratio: float = 0.1
 
     def __post_init__(self) -> None:
         _check("warmup", self.warmup_steps, self.warmup_tokens)

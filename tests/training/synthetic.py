@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from seqarch_attention import Attention
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -16,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from seqarch.training.callbacks import run_callbacks
 from seqarch.training.metrics import run_loggers
 from seqarch.training.module import SequenceModule
+from seqarch_attention import Attention
 
 V, T = 32, 16
 
