@@ -44,14 +44,23 @@ def check_right_padding(subject: Subject) -> None:
 
 
 def check_batch(subject: Subject) -> None:
-    """Sequences of a batch do not see each other: alone, or in another order, each gives the same."""
+    """Sequences of a batch do not see each other: alone, or in another order, each gives the same.
+
+    The gradients of a batch are those of its sequences, concatenated (inputs) or added (parameters).
+    """
     stack = subject.build()
-    x = subject.noise(3, subject.T)
+    x, dy = subject.noise(3, subject.T), subject.noise(3, subject.T, seed=4)
     y, order = run(stack, x), [2, 0, 1]
     clause = "batch: a sequence may not depend on the others of its batch"
     for i in range(3):
         expect_close(run(stack, x[i : i + 1]), y[i : i + 1], subject.tolerance, clause, f"sequence {i} alone")
     expect_close(run(stack, x[order]), y[order], subject.tolerance, clause, f"order {order}")
+
+    x.requires_grad_()
+    together = gradients(stack, stack(x)[0], dy, x)
+    alone = gradients(stack, torch.cat([stack(sequence)[0] for sequence in x.split(1)]), dy, x)
+    clause = "batch: the gradients of sequences alone must add up to those of the batch"
+    expect_gradients_close(alone, together, 10 * subject.tolerance, clause, "a batch of 3")
 
 
 def check_non_contiguous(subject: Subject) -> None:

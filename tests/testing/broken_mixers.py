@@ -200,6 +200,14 @@ class BatchMean(ToyEMA):
         return y - 1e-3 * y.mean(dim=0, keepdim=True), state
 
 
+class LosesGradientAlone(ToySelection):
+    """A batch of one has a memory layout in which the backward pass writes to a copy."""
+
+    def weights(self, scores: Tensor) -> Tensor:
+        weights = super().weights(scores)
+        return weights.detach() if scores.shape[0] == 1 else weights
+
+
 class WrongGradient(ToyEMA):
     """The gradient has a term that the value has not."""
 
@@ -454,6 +462,7 @@ BROKEN = (
     Broken(DropsOldest, ("check_refuses_overflow",)),
     Broken(GuessesLength, ("check_right_padding",)),
     Broken(BatchMean, ("check_batch",)),
+    Broken(LosesGradientAlone, ("check_batch",)),
     Broken(AssumesUnitStride, ("check_non_contiguous",)),
     Broken(ClobbersBoundaries, ("check_nothing_mutated",)),
     Broken(NoisyGradient, ("check_determinism",)),
