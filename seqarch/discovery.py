@@ -64,11 +64,7 @@ def find(name: str) -> type[TokenMixer]:
     from difflib import get_close_matches
 
     for plugin in plugins():
-        if name in (
-            plugin.name,
-            plugin.class_name,
-            f"{plugin.mixer.__module__}.{plugin.class_name}" if plugin.mixer else "",
-        ):
+        if name in (plugin.name, plugin.class_name):
             if plugin.mixer is None:
                 raise ValueError(f"mixer '{name}' of {plugin.distribution} cannot be used: {plugin.problem}")
             return plugin.mixer

@@ -31,9 +31,9 @@ def explain(message: str, parser: ArgumentParser, bases: Iterable[type]) -> str:
     Args:
         message: What jsonargparse says; a union of types makes it repeat itself.
         parser: Knows the options.
-        bases: Classes whose subclasses a configuration may name, each with options of its own.
+        bases: Classes that a configuration may name, or whose subclasses it may name, each with options of its own.
     """
-    classes = [cls for base in bases for cls in _subclasses(base) if not inspect.isabstract(cls)]
+    classes = [cls for base in bases for cls in (base, *_subclasses(base)) if not inspect.isabstract(cls)]
     for pattern in _UNKNOWN_OPTION:
         if found := pattern.search(message):
             return _unknown_option(found[1], parser, classes)

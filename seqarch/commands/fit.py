@@ -19,6 +19,7 @@ from seqarch.training.callbacks import run_callbacks
 from seqarch.training.checkpoint import check_same_architecture
 from seqarch.training.metrics import run_loggers
 from seqarch.training.module import SequenceModule
+from seqarch.training.optimizer import AdamWConfig
 from seqarch.training.runs import CHECKPOINTS, TOKENIZER
 from seqarch.training.schedule import Schedule
 
@@ -35,13 +36,17 @@ def run(name: str, arguments: list[str]) -> None:
     _CLI(name)
 
 
+_CLASSES = (TokenMixer, ChannelMixer, Schedule, AdamWConfig, SequenceModule, TokenDataModule)
+"""Where options come from, besides the parser's own."""
+
+
 class _Parser(LightningArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, **kwargs)  # a misspelt option is an error, not another's beginning
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise with one short message."""
-        raise UsageError(explain(message, self, (TokenMixer, ChannelMixer, Schedule, TokenDataModule))) from ex
+        raise UsageError(explain(message, self, _CLASSES)) from ex
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -121,9 +126,11 @@ class _CLI(LightningCLI):
             given = config.get("config") or []
             config.run_dir = str(Path("runs") / (Path(str(given[0])).stem if given else "default"))
         config.trainer.default_root_dir = config.run_dir
+        if config.ckpt_path is None and self.command == "validate":
+            raise ValueError("give --ckpt_path: a checkpoint file, last or best")
         if config.ckpt_path in ("last", "best"):
             file = Path(config.run_dir) / CHECKPOINTS / f"{config.ckpt_path}.ckpt"
-            if not file.exists() and self.command != "fit":
+            if not file.exists() and self.command == "validate":
                 raise ValueError(f"ckpt_path: {file} does not exist: is --run_dir the folder of a run?")
             # A job that is queued again starts afresh if it was stopped before its first checkpoint.
             config.ckpt_path = str(file) if file.exists() else None
@@ -153,9 +160,7 @@ class _CLI(LightningCLI):
         self._check_checkpoint(ckpt_path)
 
     def before_validate(self) -> None:
-        """Validation needs a checkpoint."""
-        if self.config[self.command].ckpt_path is None:
-            raise ValueError("give --ckpt_path: a checkpoint file, last or best")
+        """Refuse another architecture."""
         self._check_checkpoint(self.config[self.command].ckpt_path)
 
     def _check_checkpoint(self, ckpt_path: str | None) -> None:

@@ -15,8 +15,10 @@ def checkpoint_of(path: str | Path) -> Path:
         ValueError: If there is none.
     """
     path = Path(path)
-    if not path.is_dir():
+    if path.is_file():
         return path
+    if not path.is_dir():
+        raise ValueError(f"{path}: there is no such checkpoint, nor a run folder of that name")
     last = path / CHECKPOINTS / "last.ckpt"
     if not last.is_file():
         raise ValueError(f"{path} holds no {CHECKPOINTS}/last.ckpt: name a checkpoint file, or the folder of a run")

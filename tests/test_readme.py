@@ -1,0 +1,74 @@
+"""Every command of the README, in its order, as it stands there; only sizes are added."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from seqarch.cli import main
+from tests.data.raw import make_records
+from tests.test_recipes import NARROW, arguments
+
+SMALL = {
+    "model.d_model": 32,
+    "model.n_layers": 1,
+    "model.val_every_n_steps": 2,
+    "data.seq_len": 64,
+    "data.batch_size": 2,
+    "data.micro_batch_size": 2,
+    "data.max_val_tokens": 200,
+    "trainer.accelerator": "cpu",
+}
+
+
+def commands():
+    """The lines of the README's code blocks that call seqarch."""
+    text = Path("README.md").read_text()
+    lines = [line.strip() for line in re.findall(r"^ {4}(.*seqarch .*)$", text, flags=re.M)]
+    return [shlex.split(line.split("&&")[-1]) for line in lines if "pytest" not in line]
+
+
+def test_the_readme_shows_each_command():
+    assert {words[1] for words in commands()} == {"fit", "validate", "generate", "mixers", "data"}
+    assert all(words[0] == "seqarch" for words in commands())
+
+
+@pytest.mark.slow
+def test_commands(tmp_path, monkeypatch, corpus_path, capsys):
+    (tmp_path / "recipes").symlink_to(Path("recipes").resolve())
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "slimpajama").symlink_to(corpus_path)
+    for split, n in (("train", 400), ("test", 60)):
+        for domain in ("cc", "c4", "github"):
+            raw = tmp_path / "raw" / split / f"{domain}.jsonl.zst"
+            raw.parent.mkdir(parents=True, exist_ok=True)
+            lines = "".join(json.dumps(r) + "\n" for r in make_records(n, seed=n, domains=(domain,)))
+            raw.write_bytes(zstandard.compress(lines.encode()))
+    monkeypatch.chdir(tmp_path)
+    steps = 2
+    for words in commands():
+        given = words[1:]
+        if "recipes/quickstart.yaml" in given:
+            if "last" in given and given[0] == "fit":
+                steps += 2  # a run that goes on needs somewhere to go
+            given += arguments(**SMALL, **{"trainer.max_steps": steps})
+        elif "--config" in given:
+            given += arguments(**NARROW, **{"model.channel_mixer.d_ff": 64})
+            if "top1chunk" in " ".join(given):
+                given += ["--model.mixer.chunk_size", "16"]
+        elif given[:2] == ["fit", "--model.mixer.help"]:
+            with pytest.raises(SystemExit) as exit_:
+                main(given)
+            assert exit_.value.code == 0
+            assert "chunk_size" in capsys.readouterr().out
+            continue
+        elif given[0] == "generate":
+            given += ["--max_new_tokens", "5", "--device", "cpu"]
+        elif "--vocab_size" in given:
+            given[given.index("--vocab_size") + 1] = "300"
+        main(given)
+    assert (tmp_path / "runs" / "mine" / "checkpoints" / "last.ckpt").exists()
+    assert (tmp_path / "runs" / "110m_transformer_mixed" / "metrics.csv").exists()
