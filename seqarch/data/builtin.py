@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from seqarch.data.harvest import DOMAINS, MIN_TEST_BYTES, Text, harvest, installed_distributions
+from seqarch.data.harvest import DOMAINS, MAX_BYTES, MIN_TEST_BYTES, Text, harvest, installed_distributions
 from seqarch.data.manifest import locked, manifest_path
 from seqarch.data.prepare import prepare
 from seqarch.data.tokenizer import train_bpe
@@ -30,9 +30,9 @@ def cache_folder() -> Path:
 
 
 def environment_fingerprint() -> str:
-    """Hash of the interpreter's version and of all installed distributions with their versions."""
+    """Hash of the interpreter's version, of all installed distributions with their versions, and of what is taken."""
     names = [f"{d.metadata['Name']}=={d.version}" for d in installed_distributions()]
-    return hashlib.sha256(json.dumps([_VERSION, sys.version, names]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([_VERSION, MAX_BYTES, sys.version, names]).encode()).hexdigest()[:16]
 
 
 def builtin_corpus(vocab_size: int = 4096) -> Path:

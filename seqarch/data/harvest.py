@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 DOMAINS = ("docs", "readme", "code", "headers", "legal")
-MAX_BYTES = {"docs": 5_000_000, "readme": 2_000_000, "code": 2_000_000, "headers": 2_000_000, "legal": 1_000_000}
+MAX_BYTES = {"docs": 4_000_000, "readme": 2_000_000, "code": 1_500_000, "headers": 1_500_000, "legal": 1_000_000}
 """Where harvesting of a domain stops, so that building takes seconds whatever is installed."""
 PACKAGE_SHARE = 0.15
 """No package gives more than this share of a domain's ``MAX_BYTES``."""

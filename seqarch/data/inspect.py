@@ -12,7 +12,7 @@ from seqarch.data.tokenizer import load_tokenizer
 
 
 def inspect(
-    path: str | os.PathLike = "builtin",
+    path: str | os.PathLike,
     *,
     windows: int = 2,
     window_tokens: int = 64,

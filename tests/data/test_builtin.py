@@ -109,9 +109,11 @@ class A:
     assert namespace["A"]().g() is None
 
 
-@pytest.mark.usefixtures("small")
-def test_built_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_once_and_cached(
+    tmp_path: Path, texts: dict[str, dict[str, list[Text]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SEQARCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(builtin, "harvest", lambda: texts)
     data = LimitedDomainDataModule("builtin", 64, 4, 2, train_domains=["docs", "readme"])
     data.prepare_data()
     data.setup("fit")
@@ -125,12 +127,15 @@ def test_built_once_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert builtin_corpus() == root
 
 
-@pytest.mark.usefixtures("small")
 def test_a_domain_with_too_little_is_left_out_aloud(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    texts: dict[str, dict[str, list[Text]]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("SEQARCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(harvesting, "_HEADER_SUFFIXES", set())
+    without = {split: {**domains, "headers": domains["headers"][:1]} for split, domains in texts.items()}
+    monkeypatch.setattr(builtin, "harvest", lambda: without)
     with caplog.at_level(logging.WARNING):
         corpus = Corpus(builtin_corpus(vocab_size=512))
     assert "domain headers is left out" in caplog.text
