@@ -12,6 +12,7 @@ from seqarch.cli import main
 from tests.data.raw import make_records
 from tests.test_recipes import NARROW, arguments
 
+README = Path("README.md").resolve()
 SMALL = {
     "model.d_model": 32,
     "model.n_layers": 1,
@@ -26,7 +27,7 @@ SMALL = {
 
 def commands():
     """The lines of the README's code blocks that call seqarch."""
-    text = Path("README.md").read_text()
+    text = README.read_text()
     lines = [line.strip() for line in re.findall(r"^ {4}(.*seqarch .*)$", text, flags=re.M)]
     return [shlex.split(line.split("&&")[-1]) for line in lines if "pytest" not in line]
 
