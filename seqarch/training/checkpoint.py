@@ -85,7 +85,9 @@ def read_checkpoint(
         ValueError: If it does not exist, is damaged, or is not a checkpoint of this program.
     """
     path = Path(path)
-    if not path.is_file():
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, not a checkpoint file; FSDP2Strategy gathers shards into one file")
+    if not path.exists():
         raise ValueError(f"{path}: there is no such checkpoint file")
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mmap)

@@ -21,6 +21,7 @@ from typing_extensions import Self
 from seqarch.mixer import TokenMixer
 from seqarch.model import Loss, SequenceModel, SwiGLU
 from seqarch.model.channel import ChannelMixer
+from seqarch.model.init import marked
 from seqarch.model.loss import IGNORE_INDEX
 from seqarch.training.hyperparameters import differences, to_plain
 from seqarch.training.known_warnings import ignore_known_warnings
@@ -135,6 +136,12 @@ class SequenceModule(L.LightningModule):
             raise ValueError(
                 f"the tokenizer has {self.data.vocab_size} tokens, but model.vocab_size is {self.model.vocab_size}: "
                 f"set it to {self.data.vocab_size} or more"
+            )
+        low_precision = str(self.trainer.precision) in ("bf16-true", "16-true")
+        if low_precision and (kept := marked(self.model, "_keep_float32")):
+            raise ValueError(
+                f"trainer.precision {self.trainer.precision} would cast parameters that must stay float32, such as "
+                f"{min(kept)}: use bf16-mixed"
             )
         if stage == "fit":
             self.length = set_length(self.trainer, self.max_tokens, self.data.tokens_per_step)

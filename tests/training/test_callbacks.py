@@ -106,7 +106,8 @@ def test_the_bar_counts_steps_and_starts_where_a_resumed_run_does(tmp_path, monk
     run.fit(tiny(), datamodule=SyntheticData(micro_batch_size=2))
     assert run.progress_bar_callback.train_progress_bar.total == 4
     assert re.search(r"Training: 100%.*4/4 .*loss=\d\.\d{4}, tokens/s=[\d,]+", terminal.getvalue())
-    terminal.truncate(0)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
     run = trainer(tmp_path, every_n_steps=2, max_steps=8)
     run.fit(tiny(), datamodule=SyntheticData(micro_batch_size=2), ckpt_path=str(tmp_path / "checkpoints" / "last.ckpt"))
     shown = [int(n) for n in re.findall(r"Training: .*?(\d+)/8 ", terminal.getvalue())]

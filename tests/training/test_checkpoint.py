@@ -111,11 +111,13 @@ def test_a_missing_a_damaged_and_a_strange_file(trained, tmp_path):
     (tmp_path / "text.ckpt").write_text("not a checkpoint")
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
     torch.save([1, 2], tmp_path / "list.ckpt")
+    (tmp_path / "folder.ckpt").mkdir()
     for name, message in (
         ("none.ckpt", "there is no such checkpoint file"),
         ("short.ckpt", "cannot be read: it is damaged, cut short, or no checkpoint"),
         ("text.ckpt", "cannot be read: it is damaged, cut short, or no checkpoint"),
         ("other.ckpt", "is no checkpoint of seqarch: it has no hyper_parameters, seqarch"),
+        ("folder.ckpt", "is a folder, not a checkpoint file"),
         ("list.ckpt", "is no checkpoint of seqarch"),
     ):
         with pytest.raises(ValueError, match=message) as error:

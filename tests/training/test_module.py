@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from seqarch.mixer import keep_float32
 from seqarch.model import Loss
 from seqarch.training.module import SequenceModule, TrainingDivergedError
 from seqarch.training.optimizer import AdamWConfig
@@ -128,7 +129,7 @@ def test_validation_is_the_exact_mean_over_tokens(tmp_path):
     trainer(tmp_path).validate(module, datamodule=SyntheticData(), verbose=False)
     for domain, found in enumerate(module.domain_losses):
         nats, tokens = 0.0, 0
-        for i in range(2):
+        for i in range(4):
             batch = Windows(domain, 0, 1)[i]
             logits, _ = module.model(batch["input_ids"])
             log_p = logits.double().log_softmax(-1)
@@ -138,8 +139,8 @@ def test_validation_is_the_exact_mean_over_tokens(tmp_path):
             tokens += int(keep.sum())
         assert found.tokens == tokens
         assert found.nats == pytest.approx(nats, rel=1e-5)
-        assert found.bytes == 28
-        assert found.bpb == pytest.approx(nats / math.log(2) / 28, rel=1e-5)
+        assert found.bytes == 56
+        assert found.bpb == pytest.approx(nats / math.log(2) / 56, rel=1e-5)
     assert [(d.name, d.in_domain) for d in module.domain_losses] == [("books", False), ("web", True), ("code", False)]
 
 
@@ -262,6 +263,23 @@ def test_configurations_that_cannot_work_are_refused(tmp_path, options, trainer_
 def test_options_are_checked_at_construction(options, message):
     with pytest.raises(ValueError, match=message):
         tiny(**options)
+
+
+def test_half_precision_parameters_are_refused_where_some_must_stay_float32(tmp_path):
+    module = tiny()
+    keep_float32(module.model.blocks[1].mixer.o_proj.weight)
+    with pytest.raises(
+        ValueError, match=r"bf16-true would cast .* such as blocks.1.mixer.o_proj.weight: use bf16-mixed"
+    ):
+        trainer(tmp_path, max_steps=1, precision="bf16-true").fit(module, datamodule=SyntheticData())
+
+
+def test_half_precision_parameters_train(tmp_path):
+    module = tiny(max_tokens=10 * 8 * T, optimizer=AdamWConfig(lr=2e-2))
+    trainer(tmp_path, precision="bf16-true").fit(module, datamodule=SyntheticData())
+    losses = [float(v) for _, name, v in rows(tmp_path) if name == "train/loss"]
+    assert losses[-1] < losses[0] - 0.1
+    assert all(p.dtype == torch.bfloat16 for p in module.parameters())
 
 
 def test_a_data_module_is_needed(tmp_path):

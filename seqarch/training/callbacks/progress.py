@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import Any
@@ -31,18 +32,16 @@ class StepProgress(TQDMProgressBar):
         return super().is_disabled or not sys.stdout.isatty()
 
     def on_train_start(self, *_: Any) -> None:
-        """Start at the step of the checkpoint."""
+        """The bar runs over all of training, and starts at the step of the checkpoint."""
         super().on_train_start()
-        trainer = self.trainer
+        trainer, bar = self.trainer, self.train_progress_bar
+        bar.total, bar.n, bar.initial = trainer.max_steps, trainer.global_step, trainer.global_step
+        bar.set_description("Training")
         self._start = (trainer.global_step, time.monotonic())
-        self._line = (trainer.global_step, -float("inf"))
+        self._line = (trainer.global_step, -math.inf)
 
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """The bar runs over all of training."""
-        bar = self.train_progress_bar
-        bar.reset(trainer.max_steps)
-        bar.n = bar.initial = trainer.global_step
-        bar.set_description("Training")
+        """Nothing: all of training is one bar."""
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
