@@ -17,6 +17,7 @@ from seqarch.data.mixture import SampleOrder, check_weights
 from seqarch.data.train_batches import TrainBatches, TrainLoader
 
 log = logging.getLogger(__name__)
+_SMALL = 1_000_000_000  # tokens that are read through in seconds
 
 
 class TokenDataModule(L.LightningDataModule):
@@ -43,7 +44,8 @@ class TokenDataModule(L.LightningDataModule):
         num_workers: Loader processes of each rank.
         val_batch_size: Windows of a validation batch; micro_batch_size if None.
         max_val_tokens: Cap of the tokens of each test domain, by a fixed choice of whole documents.
-        verify: Check every shard's checksum before use, which reads the corpus once.
+        verify: Check every shard's checksum before use, which reads the corpus once; by default where it is small
+            (up to a billion tokens).
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class TokenDataModule(L.LightningDataModule):
         num_workers: int = 0,
         val_batch_size: int | None = None,
         max_val_tokens: int | None = None,
-        verify: bool = True,
+        verify: bool | None = None,
     ) -> None:
         super().__init__()
         if type(self) is TokenDataModule:
@@ -147,7 +149,8 @@ class TokenDataModule(L.LightningDataModule):
     def prepare_data(self) -> None:
         """Build the built-in corpus if it is asked for, and check the shards (one process of each node)."""
         corpus = Corpus(self._root())
-        if self.verify:
+        tokens = sum(stream.n_tokens for streams in corpus.splits.values() for stream in streams.values())
+        if self.verify or (self.verify is None and tokens <= _SMALL):
             corpus.verify()
 
     def setup(self, stage: Literal["fit", "validate", "test", "predict"] | str = "fit") -> None:
@@ -315,7 +318,8 @@ class LimitedDomainDataModule(TokenDataModule):
         num_workers: Loader processes of each rank; 0 loads in the training process.
         val_batch_size: Windows of a validation batch; micro_batch_size by default.
         max_val_tokens: Cap of the tokens of each test domain, by a fixed choice of whole documents.
-        verify: Check every shard's checksum before use, which reads the corpus once.
+        verify: Check every shard's checksum before use, which reads the corpus once; by default where it is small
+            (up to a billion tokens).
     """
 
     def __init__(
@@ -332,7 +336,7 @@ class LimitedDomainDataModule(TokenDataModule):
         num_workers: int = 0,
         val_batch_size: int | None = None,
         max_val_tokens: int | None = None,
-        verify: bool = True,
+        verify: bool | None = None,
     ) -> None:
         super().__init__(
             path,
@@ -366,7 +370,8 @@ class MixedDomainDataModule(TokenDataModule):
         num_workers: Loader processes of each rank; 0 loads in the training process.
         val_batch_size: Windows of a validation batch; micro_batch_size by default.
         max_val_tokens: Cap of the tokens of each test domain, by a fixed choice of whole documents.
-        verify: Check every shard's checksum before use, which reads the corpus once.
+        verify: Check every shard's checksum before use, which reads the corpus once; by default where it is small
+            (up to a billion tokens).
     """
 
     def __init__(
@@ -382,7 +387,7 @@ class MixedDomainDataModule(TokenDataModule):
         num_workers: int = 0,
         val_batch_size: int | None = None,
         max_val_tokens: int | None = None,
-        verify: bool = True,
+        verify: bool | None = None,
     ) -> None:
         super().__init__(
             path,
