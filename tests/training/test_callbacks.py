@@ -155,19 +155,19 @@ def test_validation_and_checkpoints_do_not_count_as_training_time(tmp_path):
     validate, save = module.validation_step, module.on_save_checkpoint
 
     def slow_validation(*args, **kwargs):
-        time.sleep(0.5)
+        time.sleep(0.15)
         return validate(*args, **kwargs)
 
     def slow_save(checkpoint):
-        time.sleep(0.5)
+        time.sleep(0.15)
         return save(checkpoint)
 
     module.validation_step, module.on_save_checkpoint = slow_validation, slow_save  # pyright: ignore
     begin = time.perf_counter()
     run.fit(module, datamodule=SyntheticData())
-    assert time.perf_counter() - begin > 7.5
+    assert time.perf_counter() - begin > 5.5
     speed = next(float(v) for _, name, v in rows(tmp_path, timed=True) if name == "train/tokens_per_s")
-    assert 3 * 8 * T / speed < 3.0  # three validations of three seconds would make it nine
+    assert 3 * 8 * T / speed < 2.7  # the three validations alone take twice that
 
 
 def test_peaks_by_name_and_precision():

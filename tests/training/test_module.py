@@ -268,9 +268,7 @@ def test_options_are_checked_at_construction(options, message):
 def test_half_precision_parameters_are_refused_where_some_must_stay_float32(tmp_path):
     module = tiny()
     keep_float32(module.model.blocks[1].mixer.o_proj.weight)
-    with pytest.raises(
-        ValueError, match=r"bf16-true would cast .* such as blocks.1.mixer.o_proj.weight: use bf16-mixed"
-    ):
+    with pytest.raises(ValueError, match=r"bf16-true would cast .*blocks.1.mixer.o_proj.weight: use"):
         trainer(tmp_path, max_steps=1, precision="bf16-true").fit(module, datamodule=SyntheticData())
 
 

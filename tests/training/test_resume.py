@@ -146,7 +146,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_same(tmp_path):
     duration = time.monotonic() - begin
     generator = random.Random(0)
     killed = 0
-    while killed < 8 and not finished(tmp_path / "killed"):
+    while killed < 5 and not finished(tmp_path / "killed"):
         process, _ = start("killed")
         process.join(generator.uniform(0.1, 0.6) * duration)
         if process.is_alive():
