@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
         getattr(import_module(module), function)(name, rest)
     except UsageError as error:
         _fail(str(error))
-    except (ValueError, OSError) as error:  # what users can mend; SEQARCH_TRACEBACK=1 shows where it was found
+    except (ValueError, OSError) as error:  # what users can mend; SEQARCH_TRACEBACK=1 shows where it arose
         if os.environ.get("SEQARCH_TRACEBACK"):
             raise
         _fail(str(error))

@@ -76,7 +76,7 @@ def error(arguments, capsys):
             "there is no class 'LimitedDomain': did you mean 'LimitedDomainData",
         ),
         ([*QUICKSTART, "--model.mixer.n_heads", "x"], "n_heads: Expected a int. Got value: x"),
-        ([*QUICKSTART, "--model.mixer.n_heads", "3"], "n_heads (3) must divide d_model (128)"),
+        ([*QUICKSTART, "--model.mixer.n_heads", "5"], "n_heads (5) must divide d_model (192)"),
         ([*QUICKSTART, "--model.mixer", "Top1Chunk", "--model.mixer.chunk_size", "0"], "chunk_size must be at least 1"),
         (["fit", "--config", "nothing.yaml"], "File does not exist"),
         (["validate", "--config", "recipes/quickstart.yaml"], "give --ckpt_path"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from seqarch.model.channel import ChannelMixer
 from seqarch.training.callbacks import run_callbacks
 from seqarch.training.checkpoint import check_same_architecture
 from seqarch.training.metrics import run_loggers
-from seqarch.training.module import SequenceModule
+from seqarch.training.module import SequenceModule, TrainingDivergedError
 from seqarch.training.optimizer import AdamWConfig
 from seqarch.training.runs import CHECKPOINTS, TOKENIZER
 from seqarch.training.schedule import Schedule
@@ -33,7 +34,11 @@ def run(name: str, arguments: list[str]) -> None:
     """Parse the configuration, build everything, and train or validate."""
     plugins()  # their classes must be known before the parser resolves names
     sys.argv = [sys.argv[0], name, *arguments]  # Lightning starts further processes with these
-    _CLI(name)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "💡" not in r.getMessage())
+    try:
+        _CLI(name)
+    except TrainingDivergedError as error:
+        raise UsageError(str(error)) from error
 
 
 _CLASSES = (TokenMixer, ChannelMixer, Schedule, AdamWConfig, SequenceModule, TokenDataModule)
@@ -91,6 +96,7 @@ class _CLI(LightningCLI):
                 "check_val_every_n_epoch": None,
                 "use_distributed_sampler": False,
                 "gradient_clip_val": 1.0,
+                "enable_model_summary": False,  # its table says little of a model on the meta device
             },
         )
 
@@ -114,6 +120,12 @@ class _CLI(LightningCLI):
         )
         parser.add_argument(
             "--keep_checkpoints", type=int, default=3, help="How many of them to keep besides the best and the last."
+        )
+        parser.add_argument(
+            "--peak_flops",
+            type=float | None,
+            default=None,
+            help="FLOP/s of one device, for train/mfu; by default from a table of GPUs.",
         )
 
     def _parse_ckpt_path(self) -> None:
@@ -145,7 +157,13 @@ class _CLI(LightningCLI):
         callbacks = trainer.callbacks or []
         trainer.callbacks = [
             *(callbacks if isinstance(callbacks, list) else [callbacks]),
-            *run_callbacks(run_dir, every_n_steps=config.checkpoint_every_n_steps, keep=config.keep_checkpoints),
+            *run_callbacks(
+                run_dir,
+                every_n_steps=config.checkpoint_every_n_steps,
+                keep=config.keep_checkpoints,
+                progress_bar=trainer.enable_progress_bar is not False,
+                peak_flops=config.peak_flops,
+            ),
         ]
         return super().instantiate_trainer(**kwargs)
 

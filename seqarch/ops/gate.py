@@ -25,7 +25,7 @@ class _GatedSiLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, x = ctx.saved_tensors
         grad = grad_outputs[0]
         sigmoid = gate.sigmoid()

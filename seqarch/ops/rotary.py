@@ -69,7 +69,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, sin = ctx.saved_tensors
         return _rotated(grad_outputs[0], cos, -sin), None, None
 
