@@ -1,82 +1,19 @@
 """Attention of each query over its own chunk and one selected chunk, under one softmax.
 
-The own chunks are regular blocks. For the selected ones, queries are sorted by the chunk they chose and laid out in slots:
-groups of chunks chosen about equally often, each padded to the longest of its group, so that batched products serve them.
-The two parts meet through their log-sum-exps.
+The own chunks are regular blocks; for the selected ones the queries are sorted into slots. The two parts meet through
+their log-sum-exps.
 
-Shape legend: M batch × key-value heads, N chunks of keys, C tokens a chunk, Q chunks of queries, R query heads a key-value
-head, D head size; a query is a row of M·Q·R·C.
+Shape legend: M batch × key-value heads, N chunks of keys, C tokens a chunk, Q chunks of queries, R query heads a
+key-value head, D head size; a query is a row of M·Q·R·C.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from seqarch_top1.tiles import budget, tiles
-
-_LONGEST = 512  # queries of one chunk in one product; a chunk that more have chosen is split
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Where the queries that selected something stand.
-
-    Attributes:
-        query: int64 ``[S]``, the query in each slot, or M·Q·R·C in a slot that only fills up.
-        slot: int64 ``[M·Q·R·C]``, the slot of each query, or S where it selected nothing.
-        chunk: int64, the chunk (of M·N) of each piece.
-        groups: ``(first piece, pieces, slots a piece, first slot)`` of each group.
-    """
-
-    query: Tensor
-    slot: Tensor
-    chunk: Tensor
-    groups: list[tuple[int, int, int, int]]
-
-
-def arrange(index: Tensor, N: int, C: int) -> Slots:
-    """Lay out the queries by the chunk they selected.
-
-    Args:
-        index: int64 ``[M, …]``, chunk of each query, negative for none.
-        N: Chunks a head.
-        C: Tokens a chunk.
-    """
-    M, device = index.shape[0], index.device
-    head = torch.arange(M, device=device).view(-1, *[1] * (index.ndim - 1))
-    key = torch.where(index >= 0, index + head * N, M * N).flatten()
-    ordered, order = torch.sort(key, stable=True)
-    counts = torch.bincount(key, minlength=M * N + 1)[: M * N]
-    selected = int(counts.sum())
-    ordered, order = ordered[:selected], order[:selected]
-    # Pieces of at most _LONGEST queries of one chunk, the longest first.
-    split = (counts + _LONGEST - 1) // _LONGEST
-    chunk = torch.repeat_interleave(split)
-    before = torch.arange(len(chunk), device=device) - (split.cumsum(0) - split)[chunk]
-    length = (counts[chunk] - before * _LONGEST).clamp(max=_LONGEST)
-    length, rank = torch.sort(length, descending=True, stable=True)
-    groups, base, total, lengths = [], [], 0, length.tolist()
-    i = 0
-    while i < len(lengths):
-        longest = lengths[i]
-        n = min(len(lengths) - i, max(1, budget(index) // (longest * C)))
-        groups.append((i, n, longest, total))
-        base.extend(range(total, total + n * longest, longest))
-        total += n * longest
-        i += n
-    piece_base = torch.empty(len(base), dtype=torch.int64, device=device)
-    piece_base[rank] = torch.tensor(base, dtype=torch.int64, device=device)
-    place = torch.arange(selected, device=device) - (counts.cumsum(0) - counts)[ordered]
-    piece = (split.cumsum(0) - split)[ordered] + place // _LONGEST
-    at = piece_base[piece] + place % _LONGEST
-    query = torch.full((total,), key.numel(), dtype=torch.int64, device=device)
-    query[at] = order
-    slot = torch.full((key.numel(),), total, dtype=torch.int64, device=device)
-    slot[order] = at
-    return Slots(query, slot, chunk[rank], groups)
+from seqarch_top1.slots import arrange
+from seqarch_top1.tiles import tiles
 
 
 def _softmax(s: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +47,6 @@ class ChunkAttention(torch.autograd.Function):
         P: Tensor,
         segment: Tensor | None,
         offset: int,
-        scale: float,
         local: bool,
         element: bool,
     ) -> Tensor:
@@ -124,7 +60,7 @@ class ChunkAttention(torch.autograd.Function):
         for heads, n0, n1 in tiles(M, Q, rows * C, q):
             own = slice(offset + n0, offset + n1)
             shape = (-1, n1 - n0, rows)
-            s = torch.bmm(q[heads, n0:n1].flatten(0, 1), k[heads, own].flatten(0, 1).mT).mul_(scale).view(*shape, C)
+            s = torch.bmm(q[heads, n0:n1].flatten(0, 1), k[heads, own].flatten(0, 1).mT).view(*shape, C)
             s.masked_fill_(hidden(segment, n0, n1, rows, C, q.device), -torch.inf)
             if top is not None and pick is not None:
                 top[heads, n0:n1], pick[heads, n0:n1] = s.max(-1)
@@ -142,18 +78,18 @@ class ChunkAttention(torch.autograd.Function):
         pick_slots = torch.zeros_like(lse_slots, dtype=torch.int64) if element else None
         for first, n, longest, a in slots.groups:
             at, chunk = slice(a, a + n * longest), slots.chunk[first : first + n]
-            q_group = q_flat[slots.query[at].clamp(max=len(q_flat) - 1)].view(n, longest, D)
-            s = torch.bmm(q_group, k_flat[chunk].mT).mul_(scale)
+            q_group = q_flat.index_select(0, slots.query[at].clamp(max=len(q_flat) - 1)).view(n, longest, D)
+            s = torch.bmm(q_group, k_flat.index_select(0, chunk).mT)
             if top_slots is not None and pick_slots is not None:
                 top_group, pick_group = s.max(-1)
                 top_slots[at], pick_slots[at] = top_group.flatten(), (pick_group + chunk[:, None] * C).flatten()
             p, lse_group = _softmax(s)
             lse_slots[at] = lse_group.flatten()
-            torch.bmm(p, v_flat[chunk], out=o_slots[at].view(n, longest, D))
+            torch.bmm(p, v_flat.index_select(0, chunk), out=o_slots[at].view(n, longest, D))
         lse_selected = lse_slots[slots.slot].view_as(lse)
         share = (lse_selected - lse).sigmoid_()
         lse = torch.logaddexp(lse, lse_selected)
-        o.view(-1, D).lerp_(o_slots[slots.slot], share.view(-1, 1))
+        o.view(-1, D).lerp_(o_slots.index_select(0, slots.slot), share.view(-1, 1))
         hard = None
         if top is not None and pick is not None and top_slots is not None and pick_slots is not None:
             if not local:
@@ -162,16 +98,16 @@ class ChunkAttention(torch.autograd.Function):
             won = top_slots[slots.slot].view_as(top) >= top
             pick = torch.where(won, pick_slots[slots.slot].view_as(pick), pick.add_(base * C))
             share = won.to(q.dtype)
-            hard = v.view(-1, D)[pick.flatten()].view_as(o)
+            hard = v.view(-1, D).index_select(0, pick.flatten()).view_as(o)
         ctx.save_for_backward(q, k, v, o, lse, share, index, segment, pick, hard)
-        ctx.slots, ctx.offset, ctx.scale, ctx.local = slots, offset, scale, local
+        ctx.slots, ctx.offset, ctx.local = slots, offset, local
         return o if hard is None else hard
 
     @staticmethod
     def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Softmax attention's gradient, with the probabilities recomputed; dP is do · the selected chunk's part of o."""
+        """Softmax attention's gradient from recomputed probabilities; dP is do · the selected chunk's part of o."""
         q, k, v, o, lse, share, index, segment, pick, hard = ctx.saved_tensors
-        slots, offset, scale = ctx.slots, ctx.offset, ctx.scale
+        slots, offset = ctx.slots, ctx.offset
         do = grads[0].contiguous()
         M, Q, rows, D = q.shape
         N, C = k.shape[1:3]
@@ -184,7 +120,7 @@ class ChunkAttention(torch.autograd.Function):
             q_tile, k_tile, v_tile, do_tile, lse_tile, delta_tile = (
                 t.flatten(0, 1)
                 for t in (
-                    q[heads, n0:n1] * scale, k[heads, own], v[heads, own],
+                    q[heads, n0:n1], k[heads, own], v[heads, own],
                     do[heads, n0:n1], own_lse[heads, n0:n1, :, None], delta[heads, n0:n1, :, None],
                 )
             )  # fmt: skip
@@ -204,9 +140,8 @@ class ChunkAttention(torch.autograd.Function):
         for first, n, longest, a in slots.groups:
             at, chunk = slice(a, a + n * longest), slots.chunk[first : first + n]
             query = slots.query[at].clamp(max=len(q_flat) - 1)
-            q_group, do_group = (t[query].view(n, longest, D) for t in (q_flat, do_flat))
-            q_group.mul_(scale)
-            k_group, v_group = k_flat[chunk], v_flat[chunk]
+            q_group, do_group = (t.index_select(0, query).view(n, longest, D) for t in (q_flat, do_flat))
+            k_group, v_group = k_flat.index_select(0, chunk), v_flat.index_select(0, chunk)
             p = torch.bmm(q_group, k_group.mT).sub_(lse_slots[at].view(n, longest, 1)).exp_()
             ds = torch.bmm(do_group, v_group.mT).sub_(delta.view(-1)[query].view(n, longest, 1)).mul_(p)
             sum_slots[at] = ds.sum(-1).flatten()
@@ -214,7 +149,7 @@ class ChunkAttention(torch.autograd.Function):
             dk_flat.index_add_(0, chunk, torch.bmm(ds.mT, q_group))
             if pick is None:
                 dv_flat.index_add_(0, chunk, torch.bmm(p.mT, do_group))
-        dq.view(-1, D).add_(dq_slots[slots.slot]).mul_(scale)
+        dq.view(-1, D).add_(dq_slots.index_select(0, slots.slot))
         if pick is None:
             dP = sum_slots[slots.slot].view_as(delta).addcmul_(delta, share)
             if not ctx.local:
@@ -224,7 +159,7 @@ class ChunkAttention(torch.autograd.Function):
             dP = (do * hard).sum(-1)
             if ctx.local:
                 dP.mul_(share)
-        return dq, dk, dv, None, dP, None, None, None, None, None
+        return dq, dk, dv, None, dP, None, None, None, None
 
 
 def chunk_attention(
@@ -236,14 +171,13 @@ def chunk_attention(
     *,
     segment: Tensor | None,
     offset: int,
-    scale: float,
     local: bool,
     element: bool,
 ) -> Tensor:
     """Attention over the selected and the own chunk, one softmax; and the straight-through gradient of the selection.
 
     Args:
-        q: ``[M, Q, R·C, D]``, contiguous.
+        q: ``[M, Q, R·C, D]``, contiguous; a score is q·k.
         k: ``[M, N, C, D]``, contiguous.
         v: ``[M, N, C, D]``, contiguous.
         index: int64 ``[M, Q, R·C]``, the chunk of each query, -1 for none; with ``local=False`` it may be the own one.
@@ -251,14 +185,13 @@ def chunk_attention(
             1 + P - sg(P), which shows in the gradient only.
         segment: int ``[Q, C]``, the document of each place; None where there is only one.
         offset: Chunk number of the first chunk of queries.
-        scale: Factor of the scores.
         local: The own chunk is always seen; otherwise only where ``index`` names it.
-        element: Instead of softmax, the value with the largest score among all these tokens (Top-1 Element): weights are
-            onehot(j*) + p - sg(p).
+        element: Instead of softmax, the value with the largest score among all these tokens (Top-1 Element): weights
+            are onehot(j*) + p - sg(p).
 
     Returns:
         ``[M, Q, R·C, D]``.
     """
     return ChunkAttention.apply(  # pyright: ignore[reportReturnType]
-        q, k, v, index, P, segment, offset, scale, local, element
+        q, k, v, index, P, segment, offset, local, element
     )

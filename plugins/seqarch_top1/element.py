@@ -1,7 +1,7 @@
 """Top-1 Element: the value of the best key, with the gradient of softmax; score matrices are held in blocks only.
 
-Shape legend: M batch × key-value heads, T queries, S keys (the last T are the queries' own), R query heads a key-value head,
-D head size.
+Shape legend: B batch, T queries, S keys (the last T are the queries' own), H heads, G key-value heads, M = B·G,
+R = H/G, D head size.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqarch_top1.tiles import budget
+from seqarch.ops.rotary import positions
+from seqarch_top1.tiles import budget, working
 
 _ROWS = 256  # queries a block
 
 
 class Top1(torch.autograd.Function):
-    """See ``top1``."""
+    """See ``top1_element``."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, scale: float, soft: bool) -> Tensor:
-        """Arg-max, and for the gradient the log-sum-exp and the softmax output, over one range of keys after another."""
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, soft: bool) -> Tensor:
+        """Arg-max, and for the gradient log-sum-exp and softmax output, over one range of keys after another."""
         M, R, T, D = q.shape
         pick = torch.zeros(M, R, T, dtype=torch.int64, device=q.device)
         lse, o = (q.new_empty(M, R, T), torch.empty_like(q)) if soft else (None, None)
@@ -30,7 +31,7 @@ class Top1(torch.autograd.Function):
             total, acc = torch.zeros_like(top), torch.zeros_like(q_tile)
             for a in range(lo, hi, step):
                 b = min(a + step, hi)
-                s = torch.bmm(q_tile, k[heads, a:b].mT).mul_(scale)
+                s = torch.bmm(q_tile, k[heads, a:b].mT)
                 _hide(s, -torch.inf, q, k, start, t0, t1, a)
                 high, where = s.max(-1)
                 better = high > top
@@ -48,15 +49,14 @@ class Top1(torch.autograd.Function):
                 lse[heads, :, t0:t1] = (top + total.log()).view(shape)
                 o[heads, :, t0:t1] = acc.div_(total[..., None]).view(*shape, D)
         ctx.save_for_backward(q, k, v, start, pick, lse, o)
-        ctx.scale = scale
         return _gather(v, pick)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         """dV from the hard selection, dS = p(dp - Σ p dp) from the softmax, whose probabilities are recomputed."""
         q, k, v, start, pick, lse, o = ctx.saved_tensors
-        do, scale = grads[0], ctx.scale
-        M, R, T, D = q.shape
+        do = grads[0]
+        M, R, _, D = q.shape
         delta = (do * o).sum(-1)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         row = pick + torch.arange(M, device=q.device).view(M, 1, 1) * k.shape[1]
@@ -65,7 +65,6 @@ class Top1(torch.autograd.Function):
             q_tile, do_tile, lse_tile, delta_tile = (
                 t[heads, :, t0:t1].flatten(1, 2) for t in (q, do, lse[..., None], delta[..., None])
             )
-            q_tile = q_tile * scale
             dq_tile = torch.zeros_like(q_tile)
             for a in range(lo, hi, step):
                 b = min(a + step, hi)
@@ -74,15 +73,15 @@ class Top1(torch.autograd.Function):
                 ds = torch.bmm(do_tile, v[heads, a:b].mT).sub_(delta_tile).mul_(p)
                 dq_tile.baddbmm_(ds, k[heads, a:b])
                 dk[heads, a:b] += torch.bmm(ds.mT, q_tile)
-            dq[heads, :, t0:t1] = dq_tile.mul_(scale).unflatten(1, (R, t1 - t0))
-        return dq, dk, dv, None, None, None
+            dq[heads, :, t0:t1] = dq_tile.unflatten(1, (R, t1 - t0))
+        return dq, dk, dv, None, None
 
 
 def _gather(v: Tensor, pick: Tensor) -> Tensor:
     """Rows ``pick`` ``[M, R, T]`` of ``v`` ``[M, S, D]``."""
     M, S, D = v.shape
     row = pick + torch.arange(M, device=v.device).view(M, 1, 1) * S
-    return v.reshape(-1, D)[row.flatten()].view(*pick.shape, D)
+    return v.view(-1, D).index_select(0, row.flatten()).view(*pick.shape, D)
 
 
 def _query_tiles(q: Tensor, k: Tensor, start: Tensor | None):
@@ -102,30 +101,38 @@ def _query_tiles(q: Tensor, k: Tensor, start: Tensor | None):
 def _hide(s: Tensor, value: float, q: Tensor, k: Tensor, start: Tensor | None, t0: int, t1: int, a: int) -> None:
     """Write ``value`` over what is invisible, in ``s`` ``[heads, R·(t1 - t0), keys from a on]``."""
     past, b = k.shape[1] - q.shape[2], a + s.shape[2]
-    if b - 1 <= past + t0 and (start is None or int(start[t1 - 1]) <= a):
-        return
-    key = torch.arange(a, b, device=s.device)
-    query = torch.arange(past + t0, past + t1, device=s.device)[:, None]
-    mask = key > query
-    if start is not None:
-        mask |= key < start[t0:t1, None]
-    s.unflatten(1, (-1, t1 - t0)).masked_fill_(mask, value)
+    s = s.unflatten(1, (-1, t1 - t0))
+    future = max(past + t0 + 1, a)  # the first key that is future to any of the queries
+    if future < b:
+        query = torch.arange(past + t0, past + t1, device=s.device)[:, None]
+        s[..., future - a :].masked_fill_(torch.arange(future, b, device=s.device) > query, value)
+    if start is not None and int(start[t1 - 1]) > a:
+        s.masked_fill_(torch.arange(a, b, device=s.device) < start[t0:t1, None], value)
 
 
-def top1(q: Tensor, k: Tensor, v: Tensor, *, start: Tensor | None, scale: float) -> Tensor:
+@torch.compiler.disable(recursive=True)
+def top1_element(q: Tensor, k: Tensor, v: Tensor, *, scale: float, cu_seqlens: Tensor | None = None) -> Tensor:
     """The value of the key with the largest score of the past, the smallest index among equals.
 
-    The gradient is straight-through: weights are onehot(j*) + p - sg(p) with p the softmax over the past.
+    The gradient is straight-through: weights are onehot(j*) + p - sg(p) with p the softmax over the past. Time T·S,
+    memory T + S, forward and backward.
 
     Args:
-        q: ``[M, R, T, D]``.
-        k: ``[M, S, D]``, S ≥ T.
-        v: ``[M, S, D]``.
-        start: int64 ``[T]``, rising: the first key that each query may see; None for 0.
-        scale: Factor of the scores.
+        q: ``[B, T, H, D]``.
+        k: ``[B, S, G, D]``, G divides H, S ≥ T; the last T are the queries' own.
+        v: ``[B, S, G, D]``.
+        scale: Factor of the scores q·k.
+        cu_seqlens: int32 ``[n+1]``, boundaries of packed documents (B = 1, S = T).
 
     Returns:
-        ``[M, R, T, D]``.
+        ``[B, T, H, D]``, in at least float32.
     """
+    B, T, H, D = q.shape
+    start = None
+    if cu_seqlens is not None:
+        start = torch.arange(T, device=q.device) - positions(T, cu_seqlens=cu_seqlens, device=q.device)
     soft = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return Top1.apply(q.contiguous(), k.contiguous(), v.contiguous(), start, scale, soft)  # pyright: ignore[reportReturnType]
+    q = (working(q) * scale).transpose(1, 2).reshape(B * k.shape[2], -1, T, D)
+    k, v = (working(t).transpose(1, 2).flatten(0, 1).contiguous() for t in (k, v))
+    o: Tensor = Top1.apply(q.contiguous(), k, v, start, soft)  # pyright: ignore[reportAssignmentType]
+    return o.view(B, H, T, D).transpose(1, 2)

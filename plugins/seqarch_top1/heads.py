@@ -111,11 +111,11 @@ class SelectionMixer(TokenMixer):
             new[name] = cache.view(B, G, max_len, d)
         return new
 
+    def cached(self, state: State) -> tuple[Tensor, Tensor]:
+        """Keys and values so far, ``[B, S, G, d]``."""
+        end = int(state["pos"][0])
+        return state["k"][:, :, :end].transpose(1, 2), state["v"][:, :, :end].transpose(1, 2)
+
     def projection_flops(self, T: int) -> int:
         """Operations of the projections of T tokens."""
         return 2 * T * sum(m.in_features * m.out_features for m in self.children() if isinstance(m, nn.Linear))
-
-
-def working(x: Tensor) -> Tensor:
-    """``x`` in at least float32: selection and sums are not done in less."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -13,22 +13,20 @@ from torch import Tensor
 from seqarch import Tags
 from seqarch.mixer import State
 from seqarch.ops.cache import append
-from seqarch.ops.rotary import positions
-from seqarch_top1.chunk_attention import chunk_attention, hidden
+from seqarch_top1.chunk import top1_chunk
 from seqarch_top1.decode import decode
-from seqarch_top1.element import top1
-from seqarch_top1.heads import SelectionMixer, working
-from seqarch_top1.layout import packed, plain
-from seqarch_top1.router import own_logit, route
+from seqarch_top1.element import top1_element
+from seqarch_top1.heads import SelectionMixer
+from seqarch_top1.tiles import working
 
 
 class Top1Element(SelectionMixer):
     """Each query takes the value of the one key with the largest score of its past (the smallest index among equals).
 
-    Top-1 Element of "How Does Sequence Modeling Architecture Influence Base Capabilities of Pre-trained Language Models?"
-    (arXiv 2505.18522). The gradient is straight-through: attention weights are onehot(j*) + p - sg(p) with p the softmax
-    of the scores, so that values get the gradient of the hard selection, queries and keys that of softmax. Time grows as
-    T², memory as T.
+    Top-1 Element of "How Does Sequence Modeling Architecture Influence Base Capabilities of Pre-trained Language
+    Models?" (arXiv 2505.18522). The gradient is straight-through: attention weights are onehot(j*) + p - sg(p) with p
+    the softmax of the scores, so that values get the gradient of the hard selection, queries and keys that of softmax.
+    Time grows as T², memory as T.
 
     Args:
         d_model: Width of the model.
@@ -44,7 +42,7 @@ class Top1Element(SelectionMixer):
         backend: auto or torch.
     """
 
-    tags = Tags(straight_through=True, discontinuous=True, bitwise_prefix=False, fullgraph=False)
+    tags = Tags(straight_through=True, discontinuous=True, fullgraph=False)
 
     def __init__(
         self,
@@ -72,21 +70,13 @@ class Top1Element(SelectionMixer):
         """See ``TokenMixer.forward``."""
         self.check_input(x, cu_seqlens, state)
         self.choose_backend(x)
-        B, T, _ = x.shape
         start = 0 if state is None else int(state["pos"][0])
         q, k, v = self.heads(x, start, cu_seqlens)
-        if state is None:
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
-        else:
+        if state is not None:
             state = self.extend(k, v, state, start)
-            k, v = state["k"][:, :, : start + T], state["v"][:, :, : start + T]
-        begins = None
-        if cu_seqlens is not None:
-            begins = torch.arange(T, device=x.device) - positions(T, cu_seqlens=cu_seqlens, device=x.device)
-        q = working(q).transpose(1, 2).reshape(B * self.n_kv_heads, -1, T, self.head_dim)
-        o = top1(q, working(k).flatten(0, 1), working(v).flatten(0, 1), start=begins, scale=self.scale)
-        o = o.view(B, self.n_heads, T, self.head_dim).transpose(1, 2).flatten(2)
-        return self.o_proj(o.to(x.dtype)), state
+            k, v = self.cached(state)
+        o = top1_element(q, k, v, scale=self.scale, cu_seqlens=cu_seqlens)
+        return self.o_proj(o.flatten(2).to(x.dtype)), state
 
     def flops(self, T: int) -> int:
         """Projections, and 2·d operations for every score of the causal half, per head; the value is only fetched."""
@@ -96,10 +86,11 @@ class Top1Element(SelectionMixer):
 class Top1Chunk(SelectionMixer):
     """Each query attends to its own chunk of the sequence and to one earlier chunk, which it selects.
 
-    Top-1 Chunk of "How Does Sequence Modeling Architecture Influence Base Capabilities of Pre-trained Language Models?"
-    (arXiv 2505.18522). Candidates are the complete chunks before the own one; a query in the first chunk selects nothing.
-    The output is one softmax over the tokens of both chunks. The selection learns by a straight-through gradient: the
-    selected chunk's part of the output is scaled by 1 + P - sg(P), P being that chunk's probability.
+    Top-1 Chunk of "How Does Sequence Modeling Architecture Influence Base Capabilities of Pre-trained Language
+    Models?" (arXiv 2505.18522). Candidates are the complete chunks before the own one; a query in the first chunk
+    selects nothing. The output is one softmax over the tokens of both chunks. The selection learns by a
+    straight-through gradient: the selected chunk's part of the output is scaled by 1 + P - sg(P), P being that chunk's
+    probability.
 
     Documents of ``cu_seqlens`` are cut into chunks each on its own.
 
@@ -115,12 +106,12 @@ class Top1Chunk(SelectionMixer):
         temperature: Scores are q·k / (temperature · √head_dim), for selection and attention.
         qk_norm: Normalise queries and keys per head (RMS) before positions.
         chunk_size: Tokens of a chunk.
-        selection: How likely a chunk is. exact: softmax over the candidates' log-sum-exps of scores, in T² time. approx:
-            the log-sum-exp to first order around equal scores, log n + mean of the n scores, so that a chunk is scored
-            by its mean key, in T²/chunk_size time.
-        local: Every query sees its own chunk. Otherwise the own chunk, as far as it is in the past, is one more candidate
-            (approx: its n ≤ chunk_size tokens have the logit log(n / chunk_size) + their mean score, where log chunk_size
-            is common to all) and the softmax is over the selected chunk alone.
+        selection: How likely a chunk is. exact: softmax over the candidates' log-sum-exps of scores, in T² time.
+            approx: the log-sum-exp to first order around equal scores, log n + mean of the n scores, so that a chunk is
+            scored by its mean key, in T²/chunk_size time.
+        local: Every query sees its own chunk. Otherwise the own chunk, as far as it is past, is one more candidate and
+            the softmax is over the selected chunk alone. (approx: the logit of the n ≤ chunk_size past tokens is
+            log(n / chunk_size) + their mean score, since complete chunks leave out log chunk_size.)
         select: chunk: softmax over the tokens of both chunks. element: the value of the token with the largest score
             among them instead, with weights onehot(j*) + p - sg(p) (Top-1 Element within the two chunks); the selected
             chunk's part of the output is then that value where j* lies in the selected chunk, and 0 elsewhere.
@@ -174,52 +165,26 @@ class Top1Chunk(SelectionMixer):
         """See ``TokenMixer.forward``."""
         self.check_input(x, cu_seqlens, state)
         self.choose_backend(x)
-        B, T, _ = x.shape
         start = 0 if state is None else int(state["pos"][0])
         q, k, v = self.heads(x, start, cu_seqlens)
         if state is not None:
             state = self._extend(k, v, state, start)
-            if T == 1:
-                o = self._decode(q, state, start + 1)
-                return self.o_proj(o.reshape(B, 1, -1).to(x.dtype)), state
-            k, v = (state[name][:, :, : start + T].transpose(1, 2) for name in ("k", "v"))
-        return self.o_proj(self._attend(q, k, v, start, cu_seqlens).flatten(2).to(x.dtype)), state
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, start: int, cu_seqlens: Tensor | None) -> Tensor:
-        """Outputs ``[B, T, H, d]`` of queries ``[B, T, H, d]``, the last of keys and values ``[B, S, G, d]``."""
-        B, T = q.shape[:2]
-        C, G = self.chunk_size, self.n_kv_heads
-        offset = start // C
-        if cu_seqlens is None:
-            queries, keys = plain(T, C, start), plain(start + T, C)
+            k, v = self.cached(state)
+        if state is not None and q.shape[1] == 1:
+            o = decode(
+                q, k, v, state.get("means"),
+                scale=self.scale, chunk_size=self.chunk_size, local=self.local, element=self.element,
+            )  # fmt: skip
         else:
-            queries = keys = packed(cu_seqlens.tolist(), C, q.device)
-        q, k, v = queries.split(working(q), G), keys.split(working(k), G), keys.split(working(v), G)
-        first = None if queries.first is None else queries.first.repeat(1, self.n_heads // G)
-        own = None
-        if not self.local:
-            visible = ~hidden(queries.segment, 0, queries.n_chunks, q.shape[2], C, q.device)
-            own = own_logit(q, k[:, offset:], self.scale, self.exact, visible)
-        candidates = k if self.exact else k.mean(2, keepdim=True)
-        index, P = route(q, candidates, own, first, offset, self.scale)
-        o = chunk_attention(
-            q, k, v, index, P,
-            segment=queries.segment, offset=offset, scale=self.scale, local=self.local, element=self.element,
-        )  # fmt: skip
-        return queries.join(o, B, T)
-
-    def _decode(self, q: Tensor, state: State, length: int) -> Tensor:
-        """Outputs ``[M, R, d]`` of one token's queries ``[B, 1, H, d]``."""
-        k, v = working(state["k"]).flatten(0, 1), working(state["v"]).flatten(0, 1)
-        return decode(
-            working(q).view(len(k), -1, self.head_dim), k, v,
-            None if self.exact else state["means"].flatten(0, 1), length,
-            chunk_size=self.chunk_size, scale=self.scale, local=self.local, element=self.element,
-        )  # fmt: skip
+            o = top1_chunk(
+                q, k, v, scale=self.scale, chunk_size=self.chunk_size, exact=self.exact, local=self.local,
+                element=self.element, cu_seqlens=cu_seqlens,
+            )  # fmt: skip
+        return self.o_proj(o.flatten(2).to(x.dtype)), state
 
     def _extend(self, k: Tensor, v: Tensor, state: State, start: int) -> State:
         """The state with T more tokens, and the mean keys of the chunks that they complete."""
-        B, T, G, d = k.shape
+        T = k.shape[1]
         new = self.extend(k, v, state, start)
         a, b = start // self.chunk_size, (start + T) // self.chunk_size
         if "means" in state and a < b:
@@ -235,7 +200,7 @@ class Top1Chunk(SelectionMixer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> State:
-        """See ``SelectionMixer.init_state``; for ``approx`` also ``means`` ``[B, G, ⌊max_len/C⌋, d]``, at least float32."""
+        """``k``, ``v``, ``pos``; for ``approx`` also the mean keys ``[B, G, ⌊max_len/C⌋, d]`` in at least float32."""
         state = super().init_state(batch_size, max_len, device, dtype)
         if not self.exact:
             shape = (batch_size, self.n_kv_heads, max_len // self.chunk_size, self.head_dim)

@@ -1,7 +1,7 @@
 """Tokens in chunks: every document starts in a chunk of its own, unless it is so short that it needs no whole one.
 
-Shape legend: B batch, T tokens, G key-value heads, R query heads a key-value head, D head size, M = B·G, C tokens a chunk,
-N chunks.
+Shape legend: B batch, T tokens, G key-value heads, R query heads a key-value head, D head size, M = B·G, C tokens a
+chunk, N chunks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which chunk a query selects, and with what probability: arg-max and log-sum-exp over candidates, in blocks.
 
-Shape legend: M batch × key-value heads, N chunks of keys, C tokens a chunk, Q chunks of queries, R query heads a key-value
-head, c keys a candidate is scored by (C for exact selection, 1 for its mean key), D head size.
+Shape legend: M batch × key-value heads, N chunks of keys, C tokens a chunk, Q chunks of queries, R query heads a
+key-value head, c keys a candidate is scored by (C for exact selection, 1 for its mean key), D head size.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Route(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, q: Tensor, keys: Tensor, own: Tensor | None, first: Tensor | None, offset: int, scale: float
+        ctx, q: Tensor, keys: Tensor, own: Tensor | None, first: Tensor | None, offset: int
     ) -> tuple[Tensor, Tensor]:
         """See ``route``."""
-        M, Q, rows, D = q.shape
-        N, c = keys.shape[1:3]
+        M, Q, rows, _ = q.shape
+        c = keys.shape[2]
         index = torch.full((M, Q, rows), NONE, dtype=torch.int64, device=q.device)
         best = torch.full((M, Q, rows), -torch.inf, dtype=q.dtype, device=q.device)
         lse = torch.full_like(best, -torch.inf)
@@ -36,7 +36,7 @@ class Route(torch.autograd.Function):
             logits = torch.empty(heads.stop - heads.start, (n1 - n0) * rows, hi - lo, dtype=q.dtype, device=q.device)
             q_tile = q[heads, n0:n1].flatten(1, 2)
             for a, b in _key_tiles(logits, lo, hi, c):
-                s = torch.bmm(q_tile, keys[heads, a:b].flatten(1, 2).mT).mul_(scale)
+                s = torch.bmm(q_tile, keys[heads, a:b].flatten(1, 2).mT)
                 if c == 1:
                     logits = s
                 else:
@@ -57,7 +57,7 @@ class Route(torch.autograd.Function):
         lse.masked_fill_(index == NONE, torch.inf)
         P = (best - lse).exp_()
         ctx.save_for_backward(q, keys, own, first, index, P, lse)
-        ctx.offset, ctx.scale = offset, scale
+        ctx.offset = offset
         ctx.mark_non_differentiable(index)
         return index, P
 
@@ -65,9 +65,9 @@ class Route(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         """With g = dP·P: the logit of m gets g·([m = m*] - P_m), and each of its scores its softmax share of that."""
         q, keys, own, first, index, P, lse = ctx.saved_tensors
-        offset, scale = ctx.offset, ctx.scale
-        M, Q, rows, D = q.shape
-        N, c = keys.shape[1:3]
+        offset = ctx.offset
+        Q, rows = q.shape[1:3]
+        c = keys.shape[2]
         g = grads[1] * P
         dq, dkeys, down = torch.zeros_like(q), torch.zeros_like(keys), None
         g_selected = g
@@ -76,19 +76,20 @@ class Route(torch.autograd.Function):
             down = g * (is_own.to(g.dtype) - (own - lse).exp())
             g_selected = g.masked_fill(is_own, 0)
         for heads, n0, n1, lo, hi in _query_tiles(q, keys, first, offset):
-            q_tile = (q[heads, n0:n1] * scale).flatten(1, 2)
+            q_tile = q[heads, n0:n1].flatten(1, 2)
             dq_tile = torch.zeros_like(q_tile)
             g_tile, gs_tile, P_tile, lse_tile, index_tile = (
                 t[heads, n0:n1].flatten(1, 2)[..., None] for t in (g, g_selected, P, lse, index)
             )
             index_tile = (index_tile - lo).clamp_(0, hi - lo - 1)
+            factor = None
             if c > 1:
                 factor = -g_tile.repeat(1, 1, hi - lo)
                 factor.scatter_add_(-1, index_tile, gs_tile / P_tile.clamp(min=torch.finfo(P.dtype).tiny))
             for a, b in _key_tiles(dq_tile, lo, hi, c):
                 k_tile = keys[heads, a:b].flatten(1, 2)
                 w = torch.bmm(q_tile, k_tile.mT).sub_(lse_tile).exp_()
-                if c == 1:
+                if factor is None:
                     _hide(w, 0, first, offset, n0, n1, a)
                     w.mul_(-g_tile).scatter_add_(-1, index_tile, gs_tile)
                 else:
@@ -97,39 +98,35 @@ class Route(torch.autograd.Function):
                     w = w.mul_(factor[..., a - lo : b - lo, None]).flatten(-2)
                 dq_tile.baddbmm_(w, k_tile)
                 dkeys[heads, a:b] += torch.bmm(w.mT, q_tile).unflatten(1, (b - a, c))
-            dq[heads, n0:n1] = dq_tile.mul_(scale).unflatten(1, (n1 - n0, rows))
-        return dq, dkeys, down, None, None, None
+            dq[heads, n0:n1] = dq_tile.unflatten(1, (n1 - n0, rows))
+        return dq, dkeys, down, None, None
 
 
-def route(
-    q: Tensor, keys: Tensor, own: Tensor | None, first: Tensor | None, offset: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def route(q: Tensor, keys: Tensor, own: Tensor | None, first: Tensor | None, offset: int) -> tuple[Tensor, Tensor]:
     """The chunk that each query selects among the candidates before its own, and the probability of that.
 
     Args:
-        q: ``[M, Q, R·C, D]``.
+        q: ``[M, Q, R·C, D]``; a score is q·k.
         keys: ``[M, N, c, D]``: what a chunk is scored by.
         own: ``[M, Q, R·C]``, logit of the query's own chunk where that is a candidate too.
         first: int64 ``[Q, R·C]``: the first candidate of the query at this place; None for 0.
         offset: Chunk number of the first chunk of queries.
-        scale: Factor of the scores.
 
     Returns:
         int64 ``[M, Q, R·C]``, ``NONE`` where there is no candidate, and the probability, 0 there.
     """
-    return Route.apply(q, keys, own, first, offset, scale)  # pyright: ignore[reportReturnType]
+    return Route.apply(q, keys, own, first, offset)  # pyright: ignore[reportReturnType]
 
 
-def own_logit(q: Tensor, k: Tensor, scale: float, exact: bool, visible: Tensor) -> Tensor:
+def own_logit(q: Tensor, k: Tensor, exact: bool, visible: Tensor) -> Tensor:
     """The logit of each query's own chunk, of which it sees the past only.
 
     Exact: the log-sum-exp of its scores. Otherwise to first order, log(n/C) + mean of its n scores (a complete chunk's
     logit leaves out log C).
 
     Args:
-        q: ``[M, Q, R·C, D]``.
+        q: ``[M, Q, R·C, D]``; a score is q·k.
         k: ``[M, Q, C, D]``, the chunks of the queries themselves.
-        scale: Factor of the scores.
         exact: Log-sum-exp instead of its first order.
         visible: bool ``[Q or 1, R·C, C]``.
 
@@ -137,10 +134,10 @@ def own_logit(q: Tensor, k: Tensor, scale: float, exact: bool, visible: Tensor) 
         ``[M, Q, R·C]``.
     """
     if exact:
-        return (q @ k.mT * scale).masked_fill(~visible, -torch.inf).logsumexp(-1)
+        return (q @ k.mT).masked_fill(~visible, -torch.inf).logsumexp(-1)
     count = visible.sum(-1)
     mean = (visible.to(k.dtype) / count[..., None]) @ k
-    return (q * mean).sum(-1) * scale + (count / k.shape[2]).log().to(q.dtype)
+    return (q * mean).sum(-1) + (count / k.shape[2]).log().to(q.dtype)
 
 
 def _query_tiles(q: Tensor, keys: Tensor, first: Tensor | None, offset: int):

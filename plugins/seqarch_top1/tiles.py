@@ -1,12 +1,13 @@
-"""How much of a score matrix is held at a time."""
+"""How much of a score matrix is held at a time, and in what precision."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
-CPU_SCORES = 1 << 18  # 1 MiB of float32: stays in the caches while several passes go over it
+CPU_SCORES = 1 << 19  # 2 MiB of float32: stays in the caches while several passes go over it
 GPU_SCORES = 1 << 25  # 128 MiB: enough work for one launch
 
 
@@ -30,3 +31,8 @@ def tiles(M: int, N: int, scores: int, like: Tensor) -> Iterator[tuple[slice, in
     for m in range(0, M, heads):
         for n in range(0, N, chunks):
             yield slice(m, min(m + heads, M)), n, min(n + chunks, N)
+
+
+def working(x: Tensor) -> Tensor:
+    """``x`` in at least float32: selection and sums are not done in less."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
