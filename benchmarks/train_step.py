@@ -1,8 +1,9 @@
 """Tokens/s and peak memory of one training step: Transformer++ here, transformers' Llama and litgpt's GPT beside it.
 
-One 9M-parameter architecture (d 256, 6 layers, vocabulary 8192), 8 × 512 tokens, float32, forward + backward + AdamW. The
-variants are interleaved in one process and the medians compared, after one warm-up step each. Peak memory is the
-resident set's high-water mark of a process of its own, above what it held before the first step.
+One 9M-parameter architecture (d 256, 6 layers, vocabulary 8192), 8 × 512 tokens, float32, forward + backward + AdamW.
+The variants are interleaved in one process, after one warm-up step each. A round in which any of them took over 1.25
+times its fastest was disturbed by something else and is left out of the medians; how many were kept is printed. Peak
+memory is the resident set's high-water mark of a process of its own, above what it held before the first step.
 
     pip install transformers litgpt
     python benchmarks/train_step.py [--compile] [--repeats 7]
@@ -130,6 +131,9 @@ def main() -> None:
             times[name].append(time.perf_counter() - start)
     peers = [n for n in steps if n != "seqarch"]
     best = {n: min(t) for n, t in times.items()}
+    quiet = [i for i in range(args.repeats) if all(times[n][i] <= 1.25 * best[n] for n in steps)]
+    print(f"{len(quiet)} of {args.repeats} rounds kept")
+    times = {n: [t[i] for i in quiet] for n, t in times.items()} if quiet else times
     print(f"{'compiled' if args.compile else 'eager'}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     for name, t in times.items():
         used = subprocess.run(
@@ -137,14 +141,15 @@ def main() -> None:
             capture_output=True, text=True, check=True,
         )  # fmt: skip
         median = statistics.median(t)
-        print(
-            f"{name:8} {B * T / median:7.0f} tokens/s (median of {len(t)}, {B * T / max(t):.0f} … {B * T / best[name]:.0f})"
-            f"  peak memory above resident {int(used.stdout.split()[-1]) / 1e9:.2f} GB"
-        )
+        spread = f"{B * T / max(t):.0f} … {B * T / min(t):.0f}"
+        peak = int(used.stdout.split()[-1]) / 1e9
+        print(f"{name:8} {B * T / median:7.0f} tokens/s ({spread})  peak memory above resident {peak:.2f} GB")
     if "seqarch" in steps and peers:
         fastest = min(peers, key=lambda n: statistics.median(times[n]))
         ratio = statistics.median(times[fastest]) / statistics.median(times["seqarch"])
-        print(f"seqarch / {fastest}: {ratio:.3f}× the speed")
+        print(
+            f"seqarch / {fastest}: {ratio:.3f}× the speed; {best[fastest] / best['seqarch']:.3f}× at each one's fastest"
+        )
 
 
 if __name__ == "__main__":
