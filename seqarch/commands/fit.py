@@ -34,15 +34,27 @@ def run(name: str, arguments: list[str]) -> None:
     """Parse the configuration, build everything, and train or validate."""
     plugins()  # their classes must be known before the parser resolves names
     sys.argv = [sys.argv[0], name, *arguments]  # Lightning starts further processes with these
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "💡" not in r.getMessage())
+    _set_up_logging()
     try:
         _CLI(name)
     except TrainingDivergedError as error:
         raise UsageError(str(error)) from error
 
 
+def _set_up_logging() -> None:
+    """Our own notes on standard error, as they are; Lightning's without its advertisement."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "💡" not in r.getMessage())
+    own = logging.getLogger("seqarch")
+    own.setLevel(logging.INFO)
+    if not own.handlers:
+        own.addHandler(logging.StreamHandler())
+
+
 _CLASSES = (TokenMixer, ChannelMixer, Schedule, AdamWConfig, SequenceModule, TokenDataModule)
 """Where options come from, besides the parser's own."""
+
+
+log = logging.getLogger(__name__)
 
 
 class _Parser(LightningArgumentParser):
@@ -63,7 +75,9 @@ class _SaveConfig(SaveConfigCallback):
             return
         self.already_saved = True
         folder = Path(trainer.default_root_dir)
-        text = self.parser.dump(self.config)
+        config = self.config.clone()
+        config.ckpt_path = None  # where a run goes on from is not part of what it is
+        text = self.parser.dump(config)
         path = folder / "config.yaml"
         count = 1
         while path.exists() and path.read_text() != text:
@@ -96,6 +110,7 @@ class _CLI(LightningCLI):
                 "check_val_every_n_epoch": None,
                 "use_distributed_sampler": False,
                 "gradient_clip_val": 1.0,
+                "num_sanity_val_steps": 0,  # a wrong configuration shows at construction
                 "enable_model_summary": False,  # its table says little of a model on the meta device
             },
         )
@@ -144,7 +159,8 @@ class _CLI(LightningCLI):
             file = Path(config.run_dir) / CHECKPOINTS / f"{config.ckpt_path}.ckpt"
             if not file.exists() and self.command == "validate":
                 raise ValueError(f"ckpt_path: {file} does not exist: is --run_dir the folder of a run?")
-            # A job that is queued again starts afresh if it was stopped before its first checkpoint.
+            if not file.exists():  # a job that is queued again may have been stopped before its first checkpoint
+                log.warning("%s does not exist: this run starts from the beginning", file)
             config.ckpt_path = str(file) if file.exists() else None
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -176,6 +192,20 @@ class _CLI(LightningCLI):
                 f"{run_dir} already holds a run: continue it with --ckpt_path last, or name another with --run_dir"
             )
         self._check_checkpoint(ckpt_path)
+        if self.trainer.is_global_zero:
+            model = self.model.model
+            mixers = ", ".join(dict.fromkeys(type(m).__name__ for m in model.mixers))
+            size = sum(p.numel() for p in model.parameters())
+            start = f", continuing {ckpt_path}" if ckpt_path else ""
+            log.info(
+                "%s, %d layers, %s parameters; run folder %s%s", mixers, model.n_layers, f"{size:,}", run_dir, start
+            )
+
+    def after_fit(self) -> None:
+        """Say what can be done next."""
+        run_dir = self.config[self.command].run_dir
+        if self.trainer.is_global_zero:
+            log.info("Continue a text with it: seqarch generate --ckpt %s --prompt '…'", run_dir)
 
     def before_validate(self) -> None:
         """Refuse another architecture."""

@@ -43,7 +43,7 @@ class TokenDataModule(L.LightningDataModule):
         seed: Another seed is another order of the training data.
         num_workers: Loader processes of each rank.
         val_batch_size: Windows of a validation batch; micro_batch_size if None.
-        max_val_tokens: Cap of the tokens of each test domain, by a fixed choice of whole documents.
+        max_val_tokens: About how many tokens of each test domain to use: a fixed choice of whole documents.
         verify: Check every shard's checksum before use, which reads the corpus once; by default where it is small
             (up to a billion tokens).
     """
@@ -317,7 +317,7 @@ class LimitedDomainDataModule(TokenDataModule):
         seed: Another seed is another order of the training data.
         num_workers: Loader processes of each rank; 0 loads in the training process.
         val_batch_size: Windows of a validation batch; micro_batch_size by default.
-        max_val_tokens: Cap of the tokens of each test domain, by a fixed choice of whole documents.
+        max_val_tokens: About how many tokens of each test domain to use: a fixed choice of whole documents.
         verify: Check every shard's checksum before use, which reads the corpus once; by default where it is small
             (up to a billion tokens).
     """
@@ -369,7 +369,7 @@ class MixedDomainDataModule(TokenDataModule):
         seed: Another seed is another order of the training data.
         num_workers: Loader processes of each rank; 0 loads in the training process.
         val_batch_size: Windows of a validation batch; micro_batch_size by default.
-        max_val_tokens: Cap of the tokens of each test domain, by a fixed choice of whole documents.
+        max_val_tokens: About how many tokens of each test domain to use: a fixed choice of whole documents.
         verify: Check every shard's checksum before use, which reads the corpus once; by default where it is small
             (up to a billion tokens).
     """

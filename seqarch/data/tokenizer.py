@@ -6,6 +6,7 @@ The `tokenizers` package is imported where it is needed, to keep the import of t
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+log = logging.getLogger(__name__)
 EOS_TOKEN = "<|endoftext|>"
 _KNOWN_EOS = (EOS_TOKEN, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]", "<|eos|>")
 
@@ -164,3 +166,6 @@ def train_tokenizer(
         raise ValueError(f"input: {input} holds no text{wanted}")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_aside(path, tokenizer.to_str(pretty=True).encode())
+    found = vocabulary_size(tokenizer)
+    few = f", fewer than vocab_size = {vocab_size}: so little text yields no more" if found < vocab_size else ""
+    log.info("%s: %s ids from %s bytes of text%s", path, f"{found:,}", f"{used:,}", few)

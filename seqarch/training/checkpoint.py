@@ -138,7 +138,10 @@ def check_same_architecture(path: str | os.PathLike, module: SequenceModule) -> 
     """
     stored = read_checkpoint(path, mmap=True)["hyper_parameters"]
     if lines := differences(stored, module.hparams):
-        raise ValueError(f"{path} is of another architecture than model:\n  " + "\n  ".join(lines))
+        raise ValueError(
+            f"{path} is of another architecture than model (its own is in the config.yaml of its run folder):\n  "
+            + "\n  ".join(lines)
+        )
 
 
 def _check_stored(path: Path, options: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ def checkpoint_of(path: str | Path) -> Path:
         raise ValueError(f"{path}: there is no such checkpoint, nor a run folder of that name")
     last = path / CHECKPOINTS / "last.ckpt"
     if not last.is_file():
-        raise ValueError(f"{path} holds no {CHECKPOINTS}/last.ckpt: name a checkpoint file, or the folder of a run")
+        raise ValueError(f"{path} has no {CHECKPOINTS}/last.ckpt: no run has written a checkpoint there yet")
     return last
 
 
