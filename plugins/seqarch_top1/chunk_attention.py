@@ -17,11 +17,9 @@ from seqarch_top1.tiles import tiles
 
 
 def _softmax(s: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over the last dimension in place, and its log-sum-exp ``[…]``."""
-    top = s.amax(-1, keepdim=True)
-    p = s.sub_(top).exp_()
-    total = p.sum(-1, keepdim=True)
-    return p.div_(total), total.log_().add_(top).squeeze(-1)
+    """Softmax over the last dimension, and the log-sum-exp ``[…]``."""
+    p = s.softmax(-1)
+    return p, s.amax(-1).sub_(p.amax(-1).log_())
 
 
 def hidden(segment: Tensor | None, n0: int, n1: int, rows: int, C: int, device: torch.device) -> Tensor:
