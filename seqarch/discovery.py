@@ -39,7 +39,8 @@ def plugins() -> tuple[Plugin, ...]:
     for attribute in ("name", "class_name"):
         owners = defaultdict(set)
         for plugin in found:
-            owners[getattr(plugin, attribute)].add(plugin.distribution)
+            if plugin.problem is None:
+                owners[getattr(plugin, attribute)].add(plugin.distribution)
         for i, plugin in enumerate(found):
             rivals = owners[getattr(plugin, attribute)]
             if len(rivals) > 1 and plugin.problem is None:
@@ -63,11 +64,12 @@ def find(name: str) -> type[TokenMixer]:
     """
     from difflib import get_close_matches
 
-    for plugin in plugins():
-        if name in (plugin.name, plugin.class_name):
-            if plugin.mixer is None:
-                raise ValueError(f"mixer '{name}' of {plugin.distribution} cannot be used: {plugin.problem}")
+    of_name = [plugin for plugin in plugins() if name in (plugin.name, plugin.class_name)]
+    for plugin in of_name:
+        if plugin.mixer is not None:
             return plugin.mixer
+    for plugin in of_name:
+        raise ValueError(f"mixer '{name}' of {plugin.distribution} cannot be used: {plugin.problem}")
     known = [n for p in plugins() for n in (p.class_name, p.name)]
     near = get_close_matches(name, known, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
@@ -79,7 +81,7 @@ def _load(entry: EntryPoint) -> Plugin:
     class_name = entry.attr or entry.value
     try:
         mixer = entry.load()
-    except Exception as error:  # third-party code at import: anything can happen, and nothing of it may stop the rest
+    except (Exception, SystemExit) as error:  # third-party code at import: nothing of it may stop the rest
         return Plugin(
             entry.name, class_name, distribution, None, f"importing it raised {type(error).__name__}: {error}"
         )

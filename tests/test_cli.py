@@ -78,6 +78,9 @@ def error(arguments, capsys):
         ([*QUICKSTART, "--model.mixer.n_heads", "x"], "n_heads: Expected a int. Got value: x"),
         ([*QUICKSTART, "--model.mixer.n_heads", "5"], "n_heads (5) must divide d_model (192)"),
         ([*QUICKSTART, "--model.mixer", "Top1Chunk", "--model.mixer.chunk_size", "0"], "chunk_size must be at least 1"),
+        ([*QUICKSTART, "--data.micro_batch_size", "3"], "batch_size 8 must be a multiple of micro_batch_size 3"),
+        ([*QUICKSTART, "--model.mixer.n_heads", "0"], "n_heads must be at least 1"),
+        ([*QUICKSTART, "--run_dir", "README.md"], "run_dir: README.md is a file"),
         (["fit", "--config", "nothing.yaml"], "File does not exist"),
         (["validate", "--config", "recipes/quickstart.yaml"], "give --ckpt_path"),
         (["generate", "--ckpt", "nowhere.ckpt", "--prompt", "x"], "nowhere.ckpt: there is no such checkpoint"),
@@ -102,6 +105,12 @@ def test_bad_input_gets_one_line(arguments, message, capsys):
 def test_bad_files_too(text, message, tmp_path, capsys):
     (tmp_path / "bad.yaml").write_text(text)
     assert message in error([*QUICKSTART, "--config", str(tmp_path / "bad.yaml")], capsys)
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path, corpus_path, capsys):
+    options = ["--data.path", str(corpus_path), "--data.train_domains", "[cc, c4]", "--run_dir", str(tmp_path / "run")]
+    assert "model.vocab_size is 100" in error([*QUICKSTART, *options, "--model.vocab_size", "100"], capsys)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path, capsys):

@@ -93,3 +93,21 @@ def test_two_plugins_with_one_name_are_an_error_that_names_both(installed):
         discovery.plugins()
     with pytest.raises(ValueError, match="uninstall one"):
         discovery.find("attention")
+
+
+def test_a_plugin_that_leaves_the_process_is_only_broken(installed, tmp_path, monkeypatch):
+    (tmp_path / "leaver.py").write_text("import sys; sys.exit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    installed(("third-party", "leaver", "leaver:M"))
+    with pytest.warns(UserWarning, match="importing it raised SystemExit: 3"):
+        discovery.plugins()
+
+
+def test_a_rival_that_cannot_be_loaded_is_no_rival(installed):
+    from seqarch_attention import Attention
+
+    installed(
+        ("a-third-party", "attention", "no_such:Attention"), ("seqarch", "attention", "seqarch_attention:Attention")
+    )
+    with pytest.warns(UserWarning, match="mixer 'attention' of a-third-party"):
+        assert discovery.find("attention") is Attention

@@ -67,7 +67,9 @@ class Attention(TokenMixer):
     ) -> None:
         super().__init__(d_model, layer_idx=layer_idx, n_layers=n_layers, backend=backend)
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        if n_heads < 1 or n_kv_heads < 1 or n_heads % n_kv_heads:
+        if n_heads < 1:
+            raise ValueError(f"n_heads must be at least 1, got {n_heads}")
+        if n_kv_heads < 1 or n_heads % n_kv_heads:
             raise ValueError(f"n_kv_heads ({n_kv_heads}) must divide n_heads ({n_heads})")
         if head_dim is None and d_model % n_heads:
             raise ValueError(f"n_heads ({n_heads}) must divide d_model ({d_model}), or give head_dim")

@@ -43,9 +43,18 @@ def explain(message: str, parser: ArgumentParser, bases: Iterable[type]) -> str:
             return _reason(found[1])
         names = {cls.__name__ for cls in classes}
         return f"{key}: there is no class '{found[1]}'{_nearest(found[1], names)}"
+    if own := condense(message):
+        return f"{key}: {own}" if key else own
     text = _KEY.sub(rf"{key}: ", message) if key else message
     text = re.sub(r"<class '([\w.]+)'>", r"\1", text).replace("typing.", "").replace("collections.abc.", "")
     return " ".join(text.split())
+
+
+def condense(message: str) -> str:
+    """Of a union's errors those that are more than "Expected a <class …>"; empty if it is no union's."""
+    own = [line.strip()[2:].strip() for line in message.splitlines() if line.strip().startswith("- ")]
+    own = [line for line in dict.fromkeys(own) if not line.startswith(("Expected a <class", "Expected a path"))]
+    return "; ".join(own) if "Union subtypes" in message else ""
 
 
 def _unknown_option(option: str, parser: ArgumentParser, classes: list[type]) -> str:

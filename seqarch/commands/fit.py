@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from seqarch.commands.errors import UsageError, explain
+from seqarch.commands.errors import UsageError, condense, explain
 from seqarch.data import TokenDataModule
 from seqarch.discovery import plugins
 from seqarch.mixer import TokenMixer
@@ -21,7 +22,7 @@ from seqarch.training.checkpoint import check_same_architecture
 from seqarch.training.metrics import run_loggers
 from seqarch.training.module import SequenceModule, TrainingDivergedError
 from seqarch.training.optimizer import AdamWConfig
-from seqarch.training.runs import CHECKPOINTS, TOKENIZER
+from seqarch.training.runs import CHECKPOINTS, TOKENIZER, checkpoint_of
 from seqarch.training.schedule import Schedule
 
 _DESCRIPTION = {
@@ -39,6 +40,8 @@ def run(name: str, arguments: list[str]) -> None:
         _CLI(name)
     except TrainingDivergedError as error:
         raise UsageError(str(error)) from error
+    except ValueError as error:  # a constructor's, wrapped where its class is one of a union
+        raise ValueError(condense(str(error)) or str(error)) from error
 
 
 def _set_up_logging() -> None:
@@ -63,18 +66,27 @@ class _Parser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise with one short message."""
-        raise UsageError(explain(message, self, _CLASSES)) from ex
+        text = explain(message, self, _CLASSES)
+        if "parsing config" in text or "Unexpected config" in text:
+            files = [file for option, file in pairwise(sys.argv) if option in ("--config", "-c")]
+            text = f"{', '.join(files)}: {text}"
+        raise UsageError(text) from ex
 
 
 class _SaveConfig(SaveConfigCallback):
     """Writes config.yaml into the run folder; a resumed run with other options adds config-2.yaml and so on."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write once, on one process."""
-        if self.already_saved or stage != "fit" or not trainer.is_global_zero:
+        """Nothing: what is wrong with a configuration may show later."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write on one process. What a run without any checkpoint left is replaced."""
+        if not trainer.is_global_zero:
             return
-        self.already_saved = True
         folder = Path(trainer.default_root_dir)
+        if not (folder / CHECKPOINTS / "last.ckpt").exists():
+            for stale in (*folder.glob("config*.yaml"), folder / TOKENIZER):
+                stale.unlink(missing_ok=True)
         config = self.config.clone()
         config.ckpt_path = None  # where a run goes on from is not part of what it is
         text = self.parser.dump(config)
@@ -162,6 +174,8 @@ class _CLI(LightningCLI):
             if not file.exists():  # a job that is queued again may have been stopped before its first checkpoint
                 log.warning("%s does not exist: this run starts from the beginning", file)
             config.ckpt_path = str(file) if file.exists() else None
+        elif config.ckpt_path is not None:
+            config.ckpt_path = str(checkpoint_of(config.ckpt_path))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer of the configuration, with the run folder's loggers and callbacks beside those it names."""
@@ -187,6 +201,8 @@ class _CLI(LightningCLI):
         """Refuse to mix two runs in one folder, and to resume with another architecture."""
         config = self.config[self.command]
         run_dir, ckpt_path = Path(config.run_dir), config.ckpt_path
+        if run_dir.exists() and not run_dir.is_dir():
+            raise ValueError(f"run_dir: {run_dir} is a file: name a folder")
         if ckpt_path is None and any((run_dir / CHECKPOINTS).glob("*.ckpt")):
             raise ValueError(
                 f"{run_dir} already holds a run: continue it with --ckpt_path last, or name another with --run_dir"
@@ -200,6 +216,21 @@ class _CLI(LightningCLI):
             log.info(
                 "%s, %d layers, %s parameters; run folder %s%s", mixers, model.n_layers, f"{size:,}", run_dir, start
             )
+
+    def fit(self, **kwargs: Any) -> None:
+        """Train; a run that is refused at its start leaves no folder behind."""
+        run_dir = Path(self.config[self.command].run_dir)
+        existed = run_dir.exists()
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"run_dir: {run_dir} cannot be made ({error.strerror}): name another folder") from error
+        try:
+            self.trainer.fit(**kwargs)
+        except (ValueError, OSError):
+            if not existed and self.trainer.global_step == 0:
+                shutil.rmtree(run_dir, ignore_errors=True)
+            raise
 
     def after_fit(self) -> None:
         """Say what can be done next."""

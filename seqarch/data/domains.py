@@ -35,7 +35,7 @@ def domain_of(record: dict) -> str:
     if isinstance(meta, dict):
         label = meta.get("redpajama_set_name")
         if label is not None:
-            if label in REDPAJAMA_DOMAINS:
+            if isinstance(label, str) and label in REDPAJAMA_DOMAINS:
                 return REDPAJAMA_DOMAINS[label]
             known = ", ".join(REDPAJAMA_DOMAINS)
             raise ValueError(f"unknown meta.redpajama_set_name '{label}' (known: {known}); or pass --domain NAME")

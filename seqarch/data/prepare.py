@@ -118,6 +118,8 @@ def prepare(
         _remove_if_empty(staging_folder.parent)
         log.info("%s (%s, part %s) is already prepared in %s: nothing to do", names, split, part, root)
         return
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"output: {root} is a file: name a folder")
     made = [p for p in (root, *root.parents) if not p.exists()]
     staging_folder.mkdir(parents=True, exist_ok=True)
     try:

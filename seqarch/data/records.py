@@ -51,6 +51,8 @@ def parse_block(block: Block, text_key: str, domain: str | None) -> Iterator[Doc
         raise ValueError(
             f"{block.source}, line {line}: not UTF-8 (byte 0x{block.data[error.start]:02x}); convert the file to UTF-8"
         ) from error
+    if block.first == 0:
+        text = text.removeprefix("\ufeff")  # a byte order mark is no text
     if block.kind == "jsonl":
         yield from _json_lines(block, text, text_key, domain)
         return
@@ -77,6 +79,8 @@ def _json_lines(block: Block, text: str, text_key: str, domain: str | None) -> I
             raise ValueError(
                 f"{where}: not valid JSON ({error.msg}, column {error.colno}): truncated? Fix or drop the line"
             ) from error
+        except (ValueError, RecursionError) as error:  # numbers too long, nesting too deep
+            raise ValueError(f"{where}: JSON that cannot be read ({error}); fix or drop the line") from error
         if not isinstance(record, dict):
             hint = "; the file must have one JSON object a line" if isinstance(record, list) else ""
             raise ValueError(f"{where}: not a JSON object but {type(record).__name__}{hint}")

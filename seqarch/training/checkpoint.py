@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zipfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,10 @@ def read_checkpoint(
     if not path.exists():
         raise ValueError(f"{path}: there is no such checkpoint file")
     try:
+        if not mmap:  # which is asked for where a look at the options is enough
+            with zipfile.ZipFile(path) as archive:
+                if damaged := archive.testzip():  # torch writes checksums but does not compare them
+                    raise ValueError(f"the checksum of {damaged} in it does not match")
         checkpoint = torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mmap)
     except Exception as error:  # torch.load fails in many ways on a file that is not its own
         raise ValueError(f"{path} cannot be read: it is damaged, cut short, or no checkpoint ({error})") from error

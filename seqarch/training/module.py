@@ -101,7 +101,7 @@ class SequenceModule(L.LightningModule):
         """Steps skipped so far because loss or gradient was not finite."""
         self.domain_losses: list[DomainLoss] = []
         """What the last validation found."""
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
         self._window: Tensor | None = None  # sums over the step being accumulated: objective, nats, labels
         self._val_sums: Tensor | None = None  # sums by domain: nats, labels, bytes
         with torch.device("meta"):  # cheap, and a wrong configuration shows at once
@@ -239,11 +239,11 @@ class SequenceModule(L.LightningModule):
         elif gradient_clip_val:
             nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
         self.skipped_steps += skip
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skip else 0
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
         self._record_step(loss, grad_norm, lr, skip)
-        if self._skipped_in_a_row >= self.max_skipped_steps:
+        if self.skipped_in_a_row >= self.max_skipped_steps:
             raise TrainingDivergedError(
-                f"loss or gradient was not finite in {self._skipped_in_a_row} steps in a row, up to step "
+                f"loss or gradient was not finite in {self.skipped_in_a_row} steps in a row, up to step "
                 f"{self.trainer.global_step + 1} (loss {loss}, gradient norm {grad_norm}, learning rate {lr:.3g}). "
                 "Resume from an earlier checkpoint with a lower model.optimizer.lr, a longer warm-up or a lower "
                 "trainer.gradient_clip_val; with 16-mixed precision use bf16-mixed"
@@ -303,7 +303,7 @@ class SequenceModule(L.LightningModule):
         checkpoint["seqarch"] = {
             "seed": self.seed,
             "skipped_steps": self.skipped_steps,
-            "skipped_in_a_row": self._skipped_in_a_row,
+            "skipped_in_a_row": self.skipped_in_a_row,
             "tokens": self.tokens,
         }
 
@@ -318,6 +318,6 @@ class SequenceModule(L.LightningModule):
         state = checkpoint["seqarch"]
         self.seed = state["seed"]
         self.skipped_steps = state["skipped_steps"]
-        self._skipped_in_a_row = state["skipped_in_a_row"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
         if self._trainer is not None and self._trainer.state.fn == "fit":
             recount(checkpoint["loops"], checkpoint["global_step"], self._trainer.accumulate_grad_batches)

@@ -109,12 +109,16 @@ def test_a_missing_a_damaged_and_a_strange_file(trained, tmp_path):
     content = path.read_bytes()
     (tmp_path / "short.ckpt").write_bytes(content[: len(content) // 2])
     (tmp_path / "text.ckpt").write_text("not a checkpoint")
+    flipped = bytearray(content)
+    flipped[len(content) // 3] ^= 1  # among the tensors
+    (tmp_path / "flipped.ckpt").write_bytes(flipped)
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
     torch.save([1, 2], tmp_path / "list.ckpt")
     (tmp_path / "folder.ckpt").mkdir()
     for name, message in (
         ("none.ckpt", "there is no such checkpoint file"),
         ("short.ckpt", "cannot be read: it is damaged, cut short, or no checkpoint"),
+        ("flipped.ckpt", r"the checksum of .* does not match"),
         ("text.ckpt", "cannot be read: it is damaged, cut short, or no checkpoint"),
         ("other.ckpt", "is no checkpoint of seqarch: it has no hyper_parameters, seqarch"),
         ("folder.ckpt", "is a folder, not a checkpoint file"),

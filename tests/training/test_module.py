@@ -110,6 +110,17 @@ def test_training_stops_after_too_many_steps_in_a_row(tmp_path):
     assert [v for _, name, v in rows(tmp_path) if name == "train/skipped_steps"] == list("0122345")
 
 
+def test_no_checkpoint_is_written_while_steps_are_skipped(tmp_path):
+    """They would push out the last good ones, with nothing new in them."""
+    module = tiny(max_skipped_steps=3)
+    poison(module, "gradient")
+    run = trainer(tmp_path, max_steps=20, limit_val_batches=0, every_n_steps=1)
+    with pytest.raises(TrainingDivergedError):
+        run.fit(module, datamodule=SyntheticData(poisoned=(4, 5, 6)))
+    names = sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*"))
+    assert names == [f"step-{step:08d}.ckpt" for step in (1, 2, 3, 4)]
+
+
 def test_accumulation_changes_rounding_only(tmp_path):
     losses, weights = [], []
     for micro_batch_size in (8, 2):

@@ -87,6 +87,8 @@ class Checkpoints(Checkpoint):
     def _due(self, trainer: L.Trainer) -> bool:
         step = trainer.global_step
         regular = self.every_n_steps is not None and step % self.every_n_steps == 0
+        # While steps are being skipped nothing new is learnt, and a save would push a good checkpoint out.
+        regular = regular and not getattr(trainer.lightning_module, "skipped_in_a_row", 0)
         return step != self._saved_step and (regular or step == trainer.max_steps or trainer.should_stop)
 
     def _save(self, trainer: L.Trainer) -> None:
