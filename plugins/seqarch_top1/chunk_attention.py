@@ -9,10 +9,13 @@ key-value head, D head size; a query is a row of M·Q·R·C.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from seqarch_top1.slots import arrange
+from seqarch_top1.slots import Slots, arrange
 from seqarch_top1.tiles import tiles
 
 
@@ -37,7 +40,7 @@ class ChunkAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -97,16 +100,19 @@ class ChunkAttention(torch.autograd.Function):
             pick = torch.where(won, pick_slots[slots.slot].view_as(pick), pick.add_(base * C))
             share = won.to(q.dtype)
             hard = v.view(-1, D).index_select(0, pick.flatten()).view_as(o)
-        ctx.save_for_backward(q, k, v, o, lse, share, index, segment, pick, hard)
-        ctx.slots, ctx.offset, ctx.local = slots, offset, local
+        ctx.save_for_backward(q, k, v, o, lse, share, index, segment, pick, hard, slots.query, slots.slot, slots.chunk)
+        ctx.groups, ctx.offset, ctx.local = slots.groups, offset, local
         return o if hard is None else hard
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Softmax attention's gradient from recomputed probabilities; dP is do · the selected chunk's part of o."""
-        q, k, v, o, lse, share, index, segment, pick, hard = ctx.saved_tensors
-        slots, offset = ctx.slots, ctx.offset
-        do = grads[0].contiguous()
+        q, k, v, o, lse, share, index, segment, pick, hard, query, slot, chunk = ctx.saved_tensors
+        slots, offset = Slots(query, slot, chunk, ctx.groups), ctx.offset
+        do = grad_outputs[0].contiguous()
         M, Q, rows, D = q.shape
         N, C = k.shape[1:3]
         delta = (do * o).sum(-1)

@@ -6,8 +6,11 @@ R = H/G, D head size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from seqarch.ops.rotary import positions
 from seqarch_top1.tiles import budget, working
@@ -19,7 +22,7 @@ class Top1(torch.autograd.Function):
     """See ``top1_element``."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, soft: bool) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, soft: bool) -> Tensor:
         """Arg-max, and for the gradient log-sum-exp and softmax output, over one range of keys after another."""
         M, R, T, D = q.shape
         pick = torch.zeros(M, R, T, dtype=torch.int64, device=q.device)
@@ -52,10 +55,13 @@ class Top1(torch.autograd.Function):
         return _gather(v, pick)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """dV from the hard selection, dS = p(dp - Σ p dp) from the softmax, whose probabilities are recomputed."""
         q, k, v, start, pick, lse, o = ctx.saved_tensors
-        do = grads[0]
+        do = grad_outputs[0]
         M, R, _, D = q.shape
         delta = (do * o).sum(-1)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)

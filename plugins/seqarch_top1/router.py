@@ -6,8 +6,11 @@ key-value head, c keys a candidate is scored by (C for exact selection, 1 for it
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from seqarch_top1.tiles import budget, tiles
 
@@ -24,7 +27,7 @@ class Route(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, q: Tensor, keys: Tensor, own: Tensor | None, first: Tensor | None, offset: int
+        ctx: Any, q: Tensor, keys: Tensor, own: Tensor | None, first: Tensor | None, offset: int
     ) -> tuple[Tensor, Tensor]:
         """See ``route``."""
         M, Q, rows, _ = q.shape
@@ -62,13 +65,16 @@ class Route(torch.autograd.Function):
         return index, P
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """With g = dP·P: the logit of m gets g·([m = m*] - P_m), and each of its scores its softmax share of that."""
         q, keys, own, first, index, P, lse = ctx.saved_tensors
         offset = ctx.offset
         Q, rows = q.shape[1:3]
         c = keys.shape[2]
-        g = grads[1] * P
+        g = grad_outputs[1] * P
         dq, dkeys, down = torch.zeros_like(q), torch.zeros_like(keys), None
         g_selected = g
         if own is not None:
