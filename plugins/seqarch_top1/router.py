@@ -36,16 +36,16 @@ class Route(torch.autograd.Function):
         best = torch.full((M, Q, rows), -torch.inf, dtype=q.dtype, device=q.device)
         lse = torch.full_like(best, -torch.inf)
         for heads, n0, n1, lo, hi in _query_tiles(q, keys, first, offset):
-            logits = torch.empty(heads.stop - heads.start, (n1 - n0) * rows, hi - lo, dtype=q.dtype, device=q.device)
             q_tile = q[heads, n0:n1].flatten(1, 2)
-            for a, b in _key_tiles(logits, lo, hi, c):
+            parts = []
+            for a, b in _key_tiles(q_tile, lo, hi, c):
                 s = torch.bmm(q_tile, keys[heads, a:b].flatten(1, 2).mT)
-                if c == 1:
-                    logits = s
-                else:
+                if c > 1:
                     s = s.unflatten(-1, (b - a, c))
                     top = s.amax(-1)
-                    logits[..., a - lo : b - lo] = s.sub_(top[..., None]).exp_().sum(-1).log_().add_(top)
+                    s = s.sub_(top[..., None]).exp_().sum(-1).log_().add_(top)
+                parts.append(s)
+            logits = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
             _hide(logits, -torch.inf, first, offset, n0, n1, lo)
             top, where = logits.max(-1)
             z = logits.sub_(top.clamp(min=torch.finfo(q.dtype).min)[..., None]).exp_().sum(-1).log_().add_(top)
@@ -168,7 +168,9 @@ def _hide(x: Tensor, value: float, first: Tensor | None, offset: int, n0: int, n
     """Write ``value`` over what is no candidate, in ``x`` ``[heads, (n1 - n0)·rows, candidates from a on, …]``."""
     rows = x.shape[1] // (n1 - n0)
     for n in range(n0, n1):
-        x[:, (n - n0) * rows : (n - n0 + 1) * rows, max(offset + n - a, 0) :] = value
+        column = max(offset + n - a, 0)
+        if column < x.shape[2]:
+            x[:, (n - n0) * rows : (n - n0 + 1) * rows, column:].fill_(value)
     if first is not None:
         before = torch.arange(a, a + x.shape[2], device=x.device) < first[n0:n1].reshape(-1, 1)
         x.masked_fill_(before if x.ndim == 3 else before[..., None], value)
