@@ -235,4 +235,4 @@ def test_options_are_shown_with_their_meaning() -> None:
     parser.add_class_arguments(LimitedDomainDataModule, "data")
     shown = " ".join(parser.format_help().split())
     assert "Keep packed documents apart (cu_seqlens)" in shown
-    assert "Cap of the tokens of each test domain" in shown
+    assert "About how many tokens of each test domain" in shown

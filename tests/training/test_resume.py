@@ -110,7 +110,7 @@ def test_skipped_steps_are_counted_across_a_resume(tmp_path):
     state["seqarch"].update(skipped_steps=7, skipped_in_a_row=2)
     torch.save(state, tmp_path / "checkpoints" / "changed.ckpt")
     module = fit(tmp_path, steps=5, resume="changed.ckpt")
-    assert (module.skipped_steps, module._skipped_in_a_row) == (7, 0)
+    assert (module.skipped_steps, module.skipped_in_a_row) == (7, 0)
 
 
 def test_a_resumed_run_takes_the_optimizer_of_its_configuration(tmp_path):
