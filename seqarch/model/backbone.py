@@ -191,7 +191,7 @@ class SequenceModel(nn.Module):
         self, batch_size: int, max_len: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> list[State]:
         """The empty state of every layer, for ``batch_size`` sequences of at most ``max_len`` tokens."""
-        return [mixer.init_state(batch_size, max_len, device=device, dtype=dtype) for mixer in self.mixers]
+        return [b.init_state(batch_size, max_len, device=device, dtype=dtype) for b in self.blocks]  # pyright: ignore
 
     def flops(self, T: int) -> int:
         """Operations of the forward pass for one sequence of T tokens: mixers, channel mixers and head."""

@@ -1,17 +1,19 @@
-"""Channel mixers: what a block does to each position by itself."""
+"""Channel mixers: what a block does to the channels of each position, as a rule by itself."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor, nn
 
+from seqarch.mixer import State
 from seqarch.ops.gate import gated_silu
 from seqarch.ops.linear import joint_linear
 
 
 class ChannelMixer(nn.Module, ABC):
-    """Base class of channel mixers: called with ``[B, T, D]``, built and reset as a ``TokenMixer`` is.
+    """Base class of channel mixers, which are called, built and reset as a ``TokenMixer`` is.
 
     Args:
         d_model: Width D of the model.
@@ -23,8 +25,20 @@ class ChannelMixer(nn.Module, ABC):
         self.d_model, self.n_layers = d_model, n_layers
 
     @abstractmethod
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[B, T, D]`` to the same shape, each position by itself."""
+    def forward(
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, state: State | None = None
+    ) -> tuple[Tensor, State | None]:
+        """Map x ``[B, T, D]`` to the same shape; ``cu_seqlens`` and ``state`` as in ``TokenMixer.forward``."""
+
+    def init_state(
+        self,
+        batch_size: int,
+        max_len: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> State:
+        """As in ``TokenMixer.init_state``: empty, unless the mixer looks at earlier positions."""
+        return {}
 
     @abstractmethod
     def reset_parameters(self) -> None:
@@ -62,10 +76,12 @@ class SwiGLU(ChannelMixer):
         nn.init.normal_(self.up_proj.weight, std=self.d_model**-0.5)
         nn.init.normal_(self.down_proj.weight, std=(2 * self.n_layers * self.d_ff) ** -0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[B, T, D]`` to the same shape."""
+    def forward(
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, state: State | None = None
+    ) -> tuple[Tensor, State | None]:
+        """Map x ``[B, T, D]`` to the same shape, each position by itself."""
         gate, up = joint_linear(x, self.gate_proj, self.up_proj)
-        return self.down_proj(gated_silu(gate, up))
+        return self.down_proj(gated_silu(gate, up)), state
 
     def flops(self, T: int) -> int:
         """Three projections."""
