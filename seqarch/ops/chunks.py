@@ -57,6 +57,20 @@ class ChunkLayout:
         x = x.flatten(1, 2)
         return x[:, : self.T] if self._token is None else x.index_select(1, self._place)
 
+    def split_heads(self, x: Tensor) -> Tensor:
+        """``[B, T, H, D]`` to ``[N·B·H, C, D]``, chunks first: what batched matrix products and a loop over N want."""
+        return self.split(x).permute(1, 0, 3, 2, 4).flatten(0, 2)
+
+    def join_heads(self, x: Tensor, n_heads: int) -> Tensor:
+        """``[N·B·H, C, D]`` to ``[B, T, H, D]``: the reverse of ``split_heads``."""
+        x = x.view(self.n_chunks, -1, n_heads, self.chunk_size, x.shape[-1])
+        return self.join(x.permute(1, 0, 3, 2, 4))
+
+
+def fitting_chunk_size(T: int, chunk_size: int) -> int:
+    """The largest useful power of two for T tokens, at most ``chunk_size``."""
+    return min(chunk_size, 1 << max(T - 1, 0).bit_length())
+
 
 def _pad(x: Tensor, n: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.ndim - 2) + (0, n)) if n else x
