@@ -33,7 +33,7 @@ def fla_delta_rule(
     from fla.ops.delta_rule import chunk_delta_rule
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    kernel = chunk_delta_rule if g is None else chunk_gated_delta_rule
+    kernel: Any = chunk_delta_rule if g is None else chunk_gated_delta_rule
     inputs: dict[str, Any] = {"q": q, "k": k, "v": v, "initial_state": initial_state, "output_final_state": True}
     inputs |= {"beta": beta.to(q.dtype)} if g is None else {"beta": beta, "g": g}
     if cu_seqlens is not None:

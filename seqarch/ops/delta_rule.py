@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from seqarch.ops.chunks import ChunkLayout
+from seqarch.ops.chunks import ChunkLayout, fitting_chunk_size
 
 
 def delta_rule(
@@ -58,7 +58,8 @@ def delta_rule(
         o ``[B, T, H, V]`` in the dtype of v, and the state after the last token ``[B, H, K, V]``, in at least float32.
     """
     B, T, H, K = q.shape
-    scale = K**-0.5 if scale is None else scale
+    if scale is None:
+        scale = K**-0.5
     wide = torch.promote_types(q.dtype, torch.float32)
     if initial_state is None:
         initial_state = q.new_zeros((B, H, K, v.shape[-1]), dtype=wide)
@@ -67,9 +68,7 @@ def delta_rule(
         q, k, u, beta = (x[:, 0].to(wide) for x in (q, k, v, beta))
         o, state = _step(q, k, u, beta, decay, initial_state.to(wide))
         return (o * scale).to(v.dtype)[:, None], state
-    while chunk_size // 2 >= T:
-        chunk_size //= 2
-    layout = ChunkLayout(T, chunk_size, cu_seqlens)
+    layout = ChunkLayout(T, fitting_chunk_size(T, chunk_size), cu_seqlens)
     return _DeltaRule.apply(q, k, v, beta, g, initial_state.to(wide), scale, layout)
 
 
