@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         hint = f"did you mean '{near[0]}'?" if near else "`seqarch --help` lists them"
         _fail(f"there is no command '{name}': {hint}")
     module, function = COMMANDS[name][0].split(":")
-    from seqarch.commands.errors import UsageError
+    from seqarch.commands.usage import UsageError
 
     try:
         getattr(import_module(module), function)(name, rest)

@@ -29,6 +29,16 @@ def test_starting_is_light():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_a_misspelt_data_command_needs_no_torch():
+    code = (
+        "import sys, seqarch.cli\n"
+        "try: seqarch.cli.main(['data', 'prepar'])\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_the_contract_does_not_pull_in_the_trainer():
     code = (
         "import sys, seqarch; seqarch.TokenMixer;"
@@ -83,6 +93,15 @@ def error(arguments, capsys):
         ([*QUICKSTART, "--run_dir", "README.md"], "run_dir: README.md is a file"),
         (["fit", "--config", "nothing.yaml"], "File does not exist"),
         (["validate", "--config", "recipes/quickstart.yaml"], "give --ckpt_path"),
+        (["data", "prepar"], "there is no 'prepar': did you mean 'prepare'? (`seqarch data --help` lists all)"),
+        (["data"], "say what to do: prepare, tokenizer, inspect"),
+        (
+            ["data", "prepare", "a", "b", "--text_kee", "x"],
+            "there is no option '--text_kee': did you mean '--text_key'?",
+        ),
+        (["data", "prepare", "a", "b", "--processes", "x"], "processes: must be one of int, null, got x"),
+        (["mixers", "--all"], "there is no option '--all'"),
+        (["generate", "--ckpt", "x", "--prompt", "y", "--temprature", "1"], "did you mean '--temperature'?"),
         (["generate", "--ckpt", "nowhere.ckpt", "--prompt", "x"], "nowhere.ckpt: there is no such checkpoint"),
     ],
 )

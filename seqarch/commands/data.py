@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from jsonargparse import auto_cli
 
+from seqarch.commands.usage import Parser
+
 
 def run(name: str, arguments: list[str]) -> None:
     """Dispatch to ``prepare``, ``tokenizer`` or ``inspect``; the functions' signatures are the options."""
@@ -15,4 +17,4 @@ def run(name: str, arguments: list[str]) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     components = {"prepare": prepare, "tokenizer": train_tokenizer, "inspect": inspect}
-    auto_cli(components, args=arguments, prog=f"seqarch {name}")
+    auto_cli(components, args=arguments, prog=f"seqarch {name}", parser_class=Parser)

@@ -9,12 +9,8 @@ from difflib import get_close_matches
 
 from jsonargparse import ArgumentParser
 
+from seqarch.commands.usage import nearest, plain
 from seqarch.discovery import find, plugins
-
-
-class UsageError(SystemExit):
-    """Bad options. No ``Exception``, which the parser would catch and wrap while it tries the types of a union."""
-
 
 _UNKNOWN_OPTION = (
     re.compile(r"Option '([^']+)' is not accepted"),
@@ -42,12 +38,10 @@ def explain(message: str, parser: ArgumentParser, bases: Iterable[type]) -> str:
         if key.endswith("mixer") and "channel" not in key:
             return _reason(found[1])
         names = {cls.__name__ for cls in classes}
-        return f"{key}: there is no class '{found[1]}'{_nearest(found[1], names)}"
+        return f"{key}: there is no class '{found[1]}'{nearest(found[1], names)}"
     if own := condense(message):
         return f"{key}: {own}" if key else own
-    text = _KEY.sub(rf"{key}: ", message) if key else message
-    text = re.sub(r"<class '([\w.]+)'>", r"\1", text).replace("typing.", "").replace("collections.abc.", "")
-    return " ".join(text.split())
+    return plain(message)
 
 
 def condense(message: str) -> str:
@@ -77,11 +71,6 @@ def _reason(name: str) -> str:
     except ValueError as error:
         return f"model.mixer: {error}"
     return f"model.mixer: '{name}' is the name of an entry point; recipes use the class name"
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = get_close_matches(name, names, n=1)
-    return f": did you mean '{near[0]}'?" if near else f"; there are {', '.join(sorted(names))}"
 
 
 def _subclasses(base: type) -> Iterator[type]:

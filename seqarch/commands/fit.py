@@ -12,8 +12,10 @@ from typing import Any, NoReturn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from seqarch.commands.errors import UsageError, condense, explain
-from seqarch.data import TokenDataModule
+from seqarch import data
+from seqarch.commands.errors import condense, explain
+from seqarch.commands.usage import UsageError
+from seqarch.data import StepDataModule
 from seqarch.discovery import plugins
 from seqarch.mixer import TokenMixer
 from seqarch.model.channel import ChannelMixer
@@ -33,7 +35,9 @@ _DESCRIPTION = {
 
 def run(name: str, arguments: list[str]) -> None:
     """Parse the configuration, build everything, and train or validate."""
-    plugins()  # their classes must be known before the parser resolves names
+    plugins()  # their classes must be known before the parser resolves names, and the data modules
+    for module in data.__all__:
+        getattr(data, module)
     sys.argv = [sys.argv[0], name, *arguments]  # Lightning starts further processes with these
     _set_up_logging()
     try:
@@ -53,7 +57,7 @@ def _set_up_logging() -> None:
         own.addHandler(logging.StreamHandler())
 
 
-_CLASSES = (TokenMixer, ChannelMixer, Schedule, AdamWConfig, SequenceModule, TokenDataModule)
+_CLASSES = (TokenMixer, ChannelMixer, Schedule, AdamWConfig, SequenceModule, StepDataModule)
 """Where options come from, besides the parser's own."""
 
 
@@ -98,7 +102,7 @@ class _SaveConfig(SaveConfigCallback):
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         datamodule: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        if not (folder / TOKENIZER).exists():
+        if datamodule.tokenizer_path is not None and not (folder / TOKENIZER).exists():
             shutil.copyfile(datamodule.tokenizer_path, folder / TOKENIZER)
 
 
@@ -107,7 +111,7 @@ class _CLI(LightningCLI):
         self.command = command
         super().__init__(
             SequenceModule,
-            TokenDataModule,
+            StepDataModule,
             subclass_mode_data=True,
             parser_class=_Parser,
             save_config_callback=_SaveConfig,
@@ -235,7 +239,7 @@ class _CLI(LightningCLI):
     def after_fit(self) -> None:
         """Say what can be done next."""
         run_dir = self.config[self.command].run_dir
-        if self.trainer.is_global_zero:
+        if self.trainer.is_global_zero and (Path(run_dir) / TOKENIZER).exists():
             log.info("Continue a text with it: seqarch generate --ckpt %s --prompt '…'", run_dir)
 
     def before_validate(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
 from jsonargparse import auto_cli
+
+from seqarch.commands.usage import Parser
 
 
 def run(name: str, arguments: list[str]) -> None:
     """Parse the arguments and stream the text to standard output."""
-    auto_cli(generate, args=arguments, as_positional=False, prog=f"seqarch {name}", fail_untyped=False)
+    auto_cli(generate, args=arguments, as_positional=False, prog=f"seqarch {name}", parser_class=Parser)
 
 
 def generate(
@@ -38,6 +39,7 @@ def generate(
         tokenizer: A tokenizer.json; by default the run folder's.
         device: Where to compute; by default a GPU if there is one.
     """
+    import torch
     from tokenizers.decoders import DecodeStream
 
     from seqarch.data.tokenizer import find_eos, load_tokenizer

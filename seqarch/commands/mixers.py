@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import torch
-from jsonargparse import ArgumentParser
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from seqarch.discovery import Plugin, plugins
+from seqarch.commands.usage import Parser
+
+if TYPE_CHECKING:
+    from seqarch.discovery import Plugin
 
 
 def run(name: str, arguments: list[str]) -> None:
     """Print a table of all mixers and their backends on this machine."""
-    ArgumentParser(prog=f"seqarch {name}", description="List the token mixers that are installed.").parse_args(
-        arguments
-    )
+    Parser(prog=f"seqarch {name}", description="List the token mixers that are installed.").parse_args(arguments)
+    import torch
+
+    from seqarch.discovery import plugins
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     table = Table(title=f"Token mixers; backends on {device}, * is what backend: auto takes", title_justify="left")
     for column in ("name", "class", "distribution", "backends"):
