@@ -21,11 +21,14 @@ class GatedRMSNorm(nn.Module):
         dim: Size of the last dimension.
         eps: Added to the mean square.
         gate_first: Gate before the norm.
+        n_groups: Equal parts of the last dimension that are normalised each by itself.
     """
 
-    def __init__(self, dim: int, eps: float = 1e-5, *, gate_first: bool) -> None:
+    def __init__(self, dim: int, eps: float = 1e-5, *, gate_first: bool, n_groups: int = 1) -> None:
         super().__init__()
-        self.dim, self.eps, self.gate_first = dim, eps, gate_first
+        if dim % n_groups:
+            raise ValueError(f"n_groups ({n_groups}) must divide dim ({dim})")
+        self.dim, self.eps, self.gate_first, self.n_groups = dim, eps, gate_first, n_groups
         self.weight = no_weight_decay(nn.Parameter(torch.empty(dim)))
         self.reset_parameters()
 
@@ -35,15 +38,17 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Map x and gate ``[..., dim]`` to the same shape and x's dtype; at least float32 inside."""
-        return gated_rms_norm(x, gate, self.weight, self.eps, gate_first=self.gate_first)
+        parts = (self.n_groups, -1)
+        x, gate = x.unflatten(-1, parts), gate.unflatten(-1, parts)
+        return gated_rms_norm(x, gate, self.weight.view(parts), self.eps, gate_first=self.gate_first).flatten(-2)
 
     def extra_repr(self) -> str:
         """Options."""
-        return f"{self.dim}, eps={self.eps}, gate_first={self.gate_first}"
+        return f"{self.dim}, eps={self.eps}, gate_first={self.gate_first}, n_groups={self.n_groups}"
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
-    """``GatedRMSNorm`` as a function: x, gate ``[..., D]``, weight ``[D]``."""
+    """``GatedRMSNorm`` as a function: x, gate ``[..., D]``, weight ``[D]``; or ``[..., G, D]`` and ``[G, D]``."""
     if torch.compiler.is_compiling():
         wide = torch.promote_types(x.dtype, torch.float32)
         u, silu = x.to(wide), F.silu(gate.to(wide))
@@ -87,9 +92,10 @@ class _GatedRMSNorm(torch.autograd.Function):
             grad = silu.mul_(grad)
             scaled = grad * weight
         weighted = grad * normed
-        grad_weight = weighted.flatten(0, -2).sum(0) if x.ndim > 1 else weighted
+        rows = x.ndim - weight.ndim
+        grad_weight = weighted.flatten(0, rows - 1).sum(0) if rows else weighted
         # du = r·(g·w - n·mean(g·w·n)), with n = r·u
-        mean = (weighted @ weight.to(wide)).div_(x.shape[-1]).unsqueeze(-1)
+        mean = torch.einsum("...d,...d->...", weighted, weight.to(wide)).div_(x.shape[-1]).unsqueeze(-1)
         grad_x = scaled.addcmul_(normed, mean, value=-1).mul_(root)
         if ctx.gate_first:
             grad_gate.mul_(grad_x)

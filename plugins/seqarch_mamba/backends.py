@@ -1,0 +1,85 @@
+"""GPU backends of the Mamba mixers: kernels of flash-linear-attention and of mamba-ssm.
+
+Layout ``[B, T, H, D]``. Arguments and results are those of ``seqarch.ops.scalar_decay``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def fla_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    *,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """``chunk_simple_gla`` of flash-linear-attention, which wants a query and a key for every head of v, in one dtype."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    share = v.shape[2] // q.shape[2]
+    o, state = chunk_simple_gla(
+        q.repeat_interleave(share, 2),
+        k.repeat_interleave(share, 2),
+        v.to(q.dtype),
+        g,
+        scale=1.0,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(q.device, torch.int64),
+    )
+    return o.to(v.dtype), state
+
+
+def mamba_ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``mamba_chunk_scan_combined`` of mamba-ssm, with ``seq_idx`` for packed documents.
+
+    Args:
+        x: ``[B, T, H, P]``.
+        dt: Δ ``[B, T, H]``.
+        A: ``[H]``, at most 0.
+        B: ``[B, T, G, N]``.
+        C: As B.
+        chunk_size: Tokens in a chunk.
+        initial_state: ``[B, H, P, N]``.
+        cu_seqlens: int32 ``[n+1]``.
+
+    Returns:
+        y ``[B, T, H, P]`` and the final state ``[B, H, P, N]`` where an initial one was given.
+    """
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    result = mamba_chunk_scan_combined(
+        x.to(B.dtype),
+        dt,
+        A,
+        B,
+        C,
+        chunk_size,
+        initial_states=initial_state,
+        seq_idx=None if cu_seqlens is None else _document(cu_seqlens, x.shape[1], x.device),
+        return_final_states=initial_state is not None,
+    )
+    return result if initial_state is not None else (result, None)
+
+
+def _document(cu_seqlens: Tensor, T: int, device: torch.device) -> Tensor:
+    """Which document each token belongs to, int32 ``[1, T]``."""
+    lengths = cu_seqlens.diff().to(device)
+    documents = torch.arange(len(lengths), dtype=torch.int32, device=device)
+    return torch.repeat_interleave(documents, lengths, output_size=T)[None]
