@@ -59,7 +59,7 @@ class ChunkLayout:
 
     def split_heads(self, x: Tensor) -> Tensor:
         """``[B, T, H, D]`` to ``[N·B·H, C, D]``, chunks first: what batched matrix products and a loop over N want."""
-        return self.split(x).permute(1, 0, 3, 2, 4).flatten(0, 2)
+        return self.split(x).permute(1, 0, 3, 2, 4).flatten(0, 2).contiguous()
 
     def join_heads(self, x: Tensor, n_heads: int) -> Tensor:
         """``[N·B·H, C, D]`` to ``[B, T, H, D]``: the reverse of ``split_heads``."""
