@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import logging
 import os
 import shutil
@@ -12,21 +10,13 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from seqarch.data.domains import check_domain_name
-from seqarch.data.manifest import (
-    Manifest,
-    Run,
-    TokenizerRecord,
-    load_manifest,
-    locked,
-    save_manifest,
-    write_aside,
-)
+from seqarch.data.manifest import TokenizerRecord, load_manifest, locked, write_aside
 from seqarch.data.pool import WorkerPool
+from seqarch.data.preparation import Options, already_prepared, check_free, input_sizes, publish
 from seqarch.data.progress import progress_bar
 from seqarch.data.reading import Progress, Source, read_blocks, resolve_inputs
 from seqarch.data.shards import token_dtype
@@ -36,33 +26,6 @@ from seqarch.data.worker import BlockTokens, Task
 
 COMMIT_SECONDS = 2.0
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What decides the shards' content, and where they go."""
-
-    input: str
-    root: Path
-    split: str
-    domain: str | None
-    text_key: str
-    text_documents: str
-    part: tuple[int, int]
-    tokenizer: TokenizerRecord
-
-    def key(self, sources: list[Source]) -> str:
-        """Identity of a run, the same for all its parts."""
-        what = [self.split, self.domain, self.text_key, self.text_documents, self.tokenizer.hash, self.tokenizer.eos_id]
-        return _digest([what, [s.name for s in sources]])
-
-    @property
-    def suffix(self) -> str:
-        return "" if self.part[1] == 1 else f".{self.part[0]:05d}-of-{self.part[1]:05d}"
-
-
-def _digest(what: list) -> str:
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
 def prepare(
@@ -110,10 +73,10 @@ def prepare(
         check_domain_name(domain)
     data, record = _tokenizer(tokenizer, root, eos_token)
     names = input if isinstance(input, str) else ", ".join(input)
-    options = _Options(names, root, split, domain, text_key, text_documents, part_i_n, record)
+    options = Options(names, root, split, domain, text_key, text_documents, part_i_n, record)
     key = options.key(sources)
     staging_folder = root / ".prepare" / f"{split}-{key}{options.suffix}"
-    if _already_prepared(options, key, sources):
+    if already_prepared(options, key, sources):
         shutil.rmtree(staging_folder, ignore_errors=True)  # a run that was killed just before its end leaves it
         _remove_if_empty(staging_folder.parent)
         log.info("%s (%s, part %s) is already prepared in %s: nothing to do", names, split, part, root)
@@ -170,47 +133,7 @@ def _tokenizer(option: str | None, root: Path, eos_token: str | None) -> tuple[b
     return data, TokenizerRecord(hash_bytes(data), size, eos, eos_id)
 
 
-def _already_prepared(options: _Options, key: str, sources: list[Source]) -> bool:
-    """Whether the manifest has this run; ``ValueError`` if it cannot be added to what the manifest has."""
-    manifest = load_manifest(options.root)
-    if manifest is None:
-        return False
-    if manifest.tokenizer != options.tokenizer:
-        raise ValueError(
-            f"tokenizer: {options.root} was prepared with another one (hash {manifest.tokenizer.hash[:12]}, end of "
-            f"text {manifest.tokenizer.eos_token}), not {options.tokenizer.hash[:12]} ({options.tokenizer.eos_token}); "
-            "prepare into another folder"
-        )
-    for run in manifest.runs:
-        if run.key == key and tuple(run.part) == options.part:
-            if run.sizes != _sizes(sources):
-                raise ValueError(
-                    f"input: {options.input} has changed since {options.root} was prepared from it; "
-                    "prepare into another folder"
-                )
-            return True
-    if options.domain is not None:
-        _check_free(manifest, options, key, options.domain)
-    return False
-
-
-def _sizes(sources: list[Source]) -> str:
-    return _digest([s.size for s in sources])
-
-
-def _check_free(manifest: Manifest | None, options: _Options, key: str, domain: str) -> None:
-    """``ValueError`` if the domain is there from another input or from parts of another number."""
-    runs = manifest.runs if manifest is not None else []
-    for run in runs:
-        same = run.key == key and run.part[1] == options.part[1]
-        if not same and run.options["split"] == options.split and domain in run.domains:
-            raise ValueError(
-                f"{options.root} already holds domain {domain} ({options.split}) from {run.options['input']} as it was "
-                "then, or in other parts; prepare into another folder, or give all the input at once"
-            )
-
-
-def _run(options: _Options, key: str, sources: list[Source], tokenizer: bytes, folder: Path, processes: int) -> None:
+def _run(options: Options, key: str, sources: list[Source], tokenizer: bytes, folder: Path, processes: int) -> None:
     dtype = token_dtype(options.tokenizer.vocab_size)
     staging = Staging(folder, key, dtype)
     try:
@@ -222,7 +145,7 @@ def _run(options: _Options, key: str, sources: list[Source], tokenizer: bytes, f
             if not staging.journal.counts:
                 raise ValueError(f"input: {options.input} holds no text; {staging.journal.empty} records were empty")
             staging.seal(options.split, options.suffix)
-        _publish(options, key, _sizes(sources), staging, tokenizer)
+        publish(options, key, input_sizes(sources), staging, tokenizer)
     except BaseException as error:
         keep = staging.journal.publishing or _keep_committed(staging)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -262,7 +185,7 @@ def _resume(staging: Staging, sources: list[Source]) -> Iterator[tuple[Source, P
         yield source, journal.progress if i == 0 else Progress()
 
 
-def _tokenise(options: _Options, key: str, sources: list[Source], staging: Staging, task: Task, processes: int) -> None:
+def _tokenise(options: Options, key: str, sources: list[Source], staging: Staging, task: Task, processes: int) -> None:
     manifest = load_manifest(options.root)
     left = list(_resume(staging, sources))
     done = sum(s.size for s in sources) - sum(s.size - p.consumed for s, p in left)
@@ -285,7 +208,7 @@ def _tokenise(options: _Options, key: str, sources: list[Source], staging: Stagi
             result = future.result()
             for domain, block in result.domains.items():
                 if domain not in staging.journal.counts:
-                    _check_free(manifest, options, key, domain)
+                    check_free(manifest, options, key, domain)
                 staging.append(domain, block)
             staging.journal.empty += result.empty
             advance(progress.consumed - staging.journal.progress.consumed)
@@ -302,43 +225,6 @@ def _tokenise(options: _Options, key: str, sources: list[Source], staging: Stagi
             pending.append((None, source, Progress()))
         while pending:
             take()
-
-
-def _publish(options: _Options, key: str, sizes: str, staging: Staging, tokenizer: bytes) -> None:
-    root = options.root
-    with locked(root / ".prepare" / "lock"):
-        manifest = load_manifest(root) or Manifest(options.tokenizer)
-        if manifest.tokenizer != options.tokenizer:
-            raise ValueError(f"tokenizer: {root} was meanwhile prepared with another one; prepare into another folder")
-        shards = staging.sealed()
-        for record in shards:
-            _check_free(manifest, options, key, _domain(record.name))
-        staging.publish(root, shards)
-        if not (root / "tokenizer.json").exists():
-            write_aside(root / "tokenizer.json", tokenizer)
-        split = manifest.splits.setdefault(options.split, {})
-        for record in shards:
-            others = [s for s in split.get(_domain(record.name), []) if s.name != record.name]
-            split[_domain(record.name)] = sorted([*others, record], key=lambda s: s.name)
-        manifest.splits[options.split] = dict(sorted(split.items()))
-        described = {
-            "input": options.input,
-            "split": options.split,
-            "domain": options.domain,
-            "text_key": options.text_key,
-            "text_documents": options.text_documents,
-        }
-        run = Run(key, list(options.part), sizes, described, sorted(staging.journal.counts), staging.journal.empty)
-        manifest.runs = sorted([*manifest.runs, run], key=lambda r: (r.key, r.part))
-        save_manifest(root, manifest)
-    staging.discard()
-    tokens = sum(s.tokens for s in shards)
-    documents = sum(s.documents for s in shards)
-    log.info("%s: %d documents, %d tokens in %d domains", options.split, documents, tokens, len(shards))
-
-
-def _domain(shard_name: str) -> str:
-    return Path(shard_name).name.split(".")[0]
 
 
 def _remove_if_empty(folder: Path) -> None:
