@@ -58,8 +58,7 @@ def delta_rule(
         o ``[B, T, H, V]`` in the dtype of v, and the state after the last token ``[B, H, K, V]``, in at least float32.
     """
     B, T, H, K = q.shape
-    if scale is None:
-        scale = K**-0.5
+    factor = float(K**-0.5 if scale is None else scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     if initial_state is None:
         initial_state = q.new_zeros((B, H, K, v.shape[-1]), dtype=wide)
@@ -67,9 +66,9 @@ def delta_rule(
         decay = None if g is None else g[:, 0].to(wide)
         q, k, u, beta = (x[:, 0].to(wide) for x in (q, k, v, beta))
         o, state = _step(q, k, u, beta, decay, initial_state.to(wide))
-        return (o * scale).to(v.dtype)[:, None], state
+        return (o * factor).to(v.dtype)[:, None], state
     layout = ChunkLayout(T, fitting_chunk_size(T, chunk_size), cu_seqlens)
-    return _DeltaRule.apply(q, k, v, beta, g, initial_state.to(wide), scale, layout)
+    return _DeltaRule.apply(q, k, v, beta, g, initial_state.to(wide), factor, layout)
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,16 +118,17 @@ def _prepare(q: Tensor, k: Tensor, beta: Tensor, g: Tensor | None, layout: Chunk
     b = k * _split(beta, layout).to(wide).reshape(-1, C, 1)
     if g is None:
         return _Chunks(qk, k, b, qk, b, None, None, None, None)
-    G = _split(g, layout).to(wide).reshape(-1, C).cumsum(-1)
+    # In float64: the difference of two large sums would keep too few digits.
+    G = _split(g, layout).reshape(-1, C).cumsum(-1, dtype=torch.float64)
     # Above the diagonal the exponent would be positive.
-    gamma = (G[:, :, None] - G[:, None, :]).clamp_(max=0).exp_().tril_()
-    since, until = G.exp()[..., None], (G[:, -1:] - G).exp_()[..., None]
+    gamma = (G[:, :, None] - G[:, None, :]).to(wide).clamp_(max=0).exp_().tril_()
+    since, until = G.to(wide).exp()[..., None], (G[:, -1:] - G).to(wide).exp_()[..., None]
     qk_decayed = (qk.view(-1, 2, C, K) * since[:, None]).view(-1, 2 * C, K)
     return _Chunks(qk, k, b, qk_decayed, b * until, gamma, since, until, since[:, -1].reshape(N, B * H, 1, 1))
 
 
 class _DeltaRule(torch.autograd.Function):
-    """Keeps q, k, β, g, what the tokens write, the state at every chunk's start, and (I + a)⁻¹."""
+    """Keeps q, k, β, g, what the tokens write, the states between chunks, and (I + a)⁻¹."""
 
     @staticmethod
     def forward(
@@ -158,24 +158,25 @@ class _DeltaRule(torch.autograd.Function):
         w = torch.bmm(inverse, c.qk_decayed[:, C:]).view(N, -1, C, K)
         b_decayed = c.b_decayed.view(N, -1, C, K)
         S = state.flatten(0, 1)
-        states = S.new_empty((N, *S.shape))
+        states = S.new_empty((N + 1, *S.shape))
         for n in range(N):
             if n in layout.resets:
                 S = torch.zeros_like(S)
             states[n] = S
             z[n].baddbmm_(w[n], S, alpha=-1)
             S = torch.baddbmm(S if c.decay is None else S * c.decay[n], b_decayed[n].mT, z[n])
+        states[N] = S
         z = z.view(-1, C, V)
-        o = torch.bmm(c.qk_decayed[:, :C], states.view(-1, K, V))
+        o = torch.bmm(c.qk_decayed[:, :C], states[:N].view(-1, K, V))
         o = o.baddbmm_(p, z, beta=scale, alpha=scale)
-        ctx.save_for_backward(q, k, beta, g, z, states, S, inverse)
+        ctx.save_for_backward(q, k, beta, g, z, states, inverse)
         ctx.scale, ctx.layout, ctx.v_dtype = scale, layout, v.dtype
         return _join(o, layout, v), S.view_as(state)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, beta, g, z, states, final, inverse = ctx.saved_tensors
+        q, k, beta, g, z, states, inverse = ctx.saved_tensors
         layout: ChunkLayout = ctx.layout
         N, C = layout.n_chunks, layout.chunk_size
         K, V = states.shape[-2:]
@@ -192,7 +193,7 @@ class _DeltaRule(torch.autograd.Function):
         qk_decayed = c.qk_decayed.view(N, -1, 2 * C, K)
         e = e.view(N, -1, 2 * C, V)
         dS = d_final.flatten(0, 1)
-        d_states = torch.empty_like(states)  # of the state at each chunk's end
+        d_states = torch.empty_like(states[:N])  # of the state at each chunk's end
         for n in reversed(range(N)):
             d_states[n] = dS
             dv[n].baddbmm_(w[n], dS)
@@ -201,7 +202,7 @@ class _DeltaRule(torch.autograd.Function):
             if n in layout.resets:
                 dS = torch.zeros_like(dS)
         d_state = dS.view(beta.shape[0], -1, K, V)
-        states, d_states, e = states.view(-1, K, V), d_states.view(-1, K, V), e.view(-1, 2 * C, V)
+        starts, d_states, e = states[:N].view(-1, K, V), d_states.view(-1, K, V), e.view(-1, 2 * C, V)
         d_scores = torch.bmm(e, z.mT).view(-1, 2, C, C)
         if c.gamma is None:
             d_scores[:, 0].tril_()
@@ -209,7 +210,7 @@ class _DeltaRule(torch.autograd.Function):
             d_scores.mul_(c.gamma[:, None])
         d_scores[:, 1].tril_(-1)
         d_scores = d_scores.view(-1, 2 * C, C)
-        d_qk = torch.bmm(e, states.mT)
+        d_qk = torch.bmm(e, starts.mT)
         db = torch.bmm(z, d_states.mT)
         if c.since is not None and c.until is not None:
             d_qk.view(-1, 2, C, K).mul_(c.since[:, None])
@@ -222,8 +223,7 @@ class _DeltaRule(torch.autograd.Function):
         if g is not None:
             # q and k meet e^G, b meets e^-G; e^{G_C} meets all that the state at the chunk's end consists of.
             dG = (c.qk * d_qk).sum(-1).view(-1, 2, C).sum(1) - steps * d_beta
-            ends = torch.cat((states.view(N, -1, K, V)[1:], final[None])).view(-1, K, V)
-            dG[:, -1] += (ends * d_states).sum((-2, -1))
+            dG[:, -1:] += torch.bmm(states[1:].view(-1, 1, K * V), d_states.view(-1, K * V, 1))[..., 0]
             dg = _join(dG.flip(-1).cumsum(-1).flip(-1), layout, g)
         dq, dk = d_qk[:, :C], d_qk[:, C:].addcmul(db, steps[..., None])
         return (
