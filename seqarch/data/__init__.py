@@ -1,4 +1,4 @@
-"""Data: raw text to token shards, and shards to batches. Importing it is light: its names load on first use."""
+"""Data: raw text to token shards, shards to batches, and synthetic tasks. Its names load on first use: it is light."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from seqarch.data.datamodule import LimitedDomainDataModule, MixedDomainDataModule, TokenDataModule
+    from seqarch.data.datamodule import TokenDataModule
+    from seqarch.data.mqar import MQARDataModule
+    from seqarch.data.settings import LimitedDomainDataModule, MixedDomainDataModule
+    from seqarch.data.steps import StepDataModule
 
 _HOMES = {
-    "LimitedDomainDataModule": "datamodule",
-    "MixedDomainDataModule": "datamodule",
+    "LimitedDomainDataModule": "settings",
+    "MQARDataModule": "mqar",
+    "MixedDomainDataModule": "settings",
+    "StepDataModule": "steps",
     "TokenDataModule": "datamodule",
 }
-__all__ = ["LimitedDomainDataModule", "MixedDomainDataModule", "TokenDataModule"]
+__all__ = ["LimitedDomainDataModule", "MQARDataModule", "MixedDomainDataModule", "StepDataModule", "TokenDataModule"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,26 +1,24 @@
-"""The Lightning data modules: which domains are trained on and which are tested, in batches of tokens."""
+"""What the Lightning data modules have in common: a prepared corpus in, batches of tokens out."""
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
 from seqarch.data.corpus import Corpus
 from seqarch.data.eval_batches import EvalBatches, choose_documents, count_bytes, loader
 from seqarch.data.mixture import SampleOrder, check_weights
-from seqarch.data.train_batches import TrainBatches, TrainLoader
+from seqarch.data.steps import StepDataModule, TrainLoader
+from seqarch.data.train_batches import TrainBatches
 
-log = logging.getLogger(__name__)
 _SMALL = 1_000_000_000  # tokens that are read through in seconds
 
 
-class TokenDataModule(L.LightningDataModule):
+class TokenDataModule(StepDataModule):
     """Training batches mixed from domains, and one validation loader for each test domain.
 
     The order of training samples is a pure function of ``seed`` and the sample's number: the same for any number of
@@ -35,14 +33,14 @@ class TokenDataModule(L.LightningDataModule):
         path: Folder of a prepared corpus, or ``builtin``.
         seq_len: Tokens of a sequence.
         batch_size: Sequences of an optimiser step, over all ranks.
-        micro_batch_size: Sequences of a rank in one forward pass.
-        train_domains: Domains to train on; all of the corpus if None.
-        test_domains: Domains to validate on; all of the corpus if None.
-        weights: Share of each training domain; in proportion to its tokens if None.
-        document_mask: Keep packed documents apart: flat batches with ``cu_seqlens``.
+        micro_batch_size: Sequences of a rank in one forward pass; the rest of batch_size is accumulated.
+        train_domains: Domains to train on; by default all of the corpus.
+        test_domains: Domains to validate on; by default all of the test split.
+        weights: Share of each training domain; by default in proportion to its tokens.
+        document_mask: Keep packed documents apart (cu_seqlens); the mixer must support it.
         seed: Another seed is another order of the training data.
-        num_workers: Loader processes of each rank.
-        val_batch_size: Windows of a validation batch; micro_batch_size if None.
+        num_workers: Loader processes of each rank; 0 loads in the training process.
+        val_batch_size: Windows of a validation batch; micro_batch_size by default.
         max_val_tokens: About how many tokens of each test domain to use: a fixed choice of whole documents.
         verify: Check every shard's checksum before use, which reads the corpus once; by default where it is small
             (up to a billion tokens).
@@ -65,21 +63,15 @@ class TokenDataModule(L.LightningDataModule):
         max_val_tokens: int | None = None,
         verify: bool | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(seq_len, batch_size, micro_batch_size, num_workers=num_workers)
         if type(self) is TokenDataModule:
             raise TypeError("TokenDataModule is abstract: use LimitedDomainDataModule or MixedDomainDataModule")
         for option, value, least in (
-            ("seq_len", seq_len, 2),
-            ("batch_size", batch_size, 1),
-            ("micro_batch_size", micro_batch_size, 1),
-            ("num_workers", num_workers, 0),
             ("val_batch_size", micro_batch_size if val_batch_size is None else val_batch_size, 1),
             ("max_val_tokens", 1 if max_val_tokens is None else max_val_tokens, 1),
         ):
             if value < least:
                 raise ValueError(f"{option} must be at least {least}, got {value}")
-        if batch_size % micro_batch_size:
-            raise ValueError(f"batch_size {batch_size} must be a multiple of micro_batch_size {micro_batch_size}")
         for option, domains in (("train_domains", train_domains), ("test_domains", test_domains)):
             if domains is not None and not domains:
                 raise ValueError(f"{option} is empty: name at least one domain, or leave it out for all")
@@ -88,25 +80,16 @@ class TokenDataModule(L.LightningDataModule):
         if weights is not None:
             check_weights(weights, train_domains or list(weights))
         self.path = path
-        self.seq_len = seq_len
-        self.batch_size = batch_size
-        self.micro_batch_size = micro_batch_size
         self.train_domains = train_domains
         self.test_domains = test_domains
         self.weights = weights
         self.document_mask = document_mask
         self.seed = seed
-        self.num_workers = num_workers
         self.val_batch_size = micro_batch_size if val_batch_size is None else val_batch_size
         self.max_val_tokens = max_val_tokens
         self.verify = verify
         self.prepare_data_per_node = True
         self._corpus: Corpus | None = None
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimiser step, over all ranks."""
-        return self.batch_size * self.seq_len
 
     @property
     def corpus(self) -> Corpus:
@@ -188,47 +171,6 @@ class TokenDataModule(L.LightningDataModule):
         self.val_domains = self.test_domains or corpus.domains("test")
         self._test_streams = {d: corpus.stream("test", d, "test_domains") for d in self.val_domains}
 
-    def _rank(self) -> tuple[int, int]:
-        """This process's place among the data-parallel ranks, and their number."""
-        if self.trainer is None:
-            return 0, 1
-        dealt = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)
-        if dealt is None:
-            return 0, 1
-        return dealt["rank"], dealt["num_replicas"]
-
-    def _set_accumulation(self) -> None:
-        world_size = self._rank()[1]
-        together = self.micro_batch_size * world_size
-        if self.batch_size % together:
-            raise ValueError(
-                f"batch_size {self.batch_size} must be a multiple of micro_batch_size x ranks = "
-                f"{self.micro_batch_size} x {world_size} = {together}"
-            )
-        if self.trainer is None:
-            return
-        accumulation = self.batch_size // together
-        if self.trainer.accumulate_grad_batches not in (1, accumulation):
-            raise ValueError(
-                f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}, but batch_size, "
-                f"micro_batch_size and {world_size} ranks make it {accumulation}: leave it out"
-            )
-        self.trainer.accumulate_grad_batches = accumulation
-
-    def _current_step(self) -> int:
-        """The optimiser step to go on with, its first micro batch next."""
-        if self.trainer is None:
-            return 0
-        # A checkpoint may come from another number of ranks, or from inside an accumulation. Lightning counts micro
-        # batches to know when a step is full: put its count back to the start of a step, which is where we go on.
-        current: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        first = current.ready - current.ready % self.trainer.accumulate_grad_batches
-        # A checkpoint written at the end of a batch counts it as not completed; Lightning adds one on restarting.
-        pending = current.processed == current.ready and current.completed == current.ready - 1
-        current.ready = current.started = current.processed = first
-        current.completed = first - pending
-        return self.trainer.global_step
-
     def train_dataloader(self) -> DataLoader:
         """This rank's micro batches, from the optimiser step at which the trainer stands."""
         rank, world_size = self._rank()
@@ -265,10 +207,6 @@ class TokenDataModule(L.LightningDataModule):
             loaders.append(loader(batches, self.num_workers, torch.cuda.is_available()))
         return loaders
 
-    def test_dataloader(self) -> list[DataLoader]:
-        """The same as `val_dataloader`."""
-        return self.val_dataloader()
-
     def state_dict(self) -> dict[str, Any]:
         """What decides the order of the training data."""
         return {
@@ -294,116 +232,4 @@ class TokenDataModule(L.LightningDataModule):
                 f"the checkpoint was trained with another tokenizer (hash {state_dict['tokenizer_hash'][:12]}…) than "
                 f"that of {self.corpus.root} ({self.tokenizer_hash[:12]}…): use the corpus it was trained on"
             )
-        own = self.state_dict()["order"]
-        changed = [name for name, value in state_dict["order"].items() if own[name] != value]
-        if changed:
-            log.warning(
-                "the data differs from the checkpoint's in %s: its order does not go on exactly", ", ".join(changed)
-            )
-
-
-class LimitedDomainDataModule(TokenDataModule):
-    """Train on some domains and test on all: those trained on are in-domain, the others out of domain.
-
-    Args:
-        path: Folder of a prepared corpus, or ``builtin`` for the text of this Python installation.
-        seq_len: Tokens of a sequence.
-        batch_size: Sequences of an optimiser step, over all ranks.
-        micro_batch_size: Sequences of a rank in one forward pass; the rest of batch_size is accumulated.
-        train_domains: Domains to train on.
-        test_domains: Domains to validate on; all of the test split by default.
-        weights: Share of each training domain; by default in proportion to its tokens.
-        document_mask: Keep packed documents apart (cu_seqlens); the mixer must support it.
-        seed: Another seed is another order of the training data.
-        num_workers: Loader processes of each rank; 0 loads in the training process.
-        val_batch_size: Windows of a validation batch; micro_batch_size by default.
-        max_val_tokens: About how many tokens of each test domain to use: a fixed choice of whole documents.
-        verify: Check every shard's checksum before use, which reads the corpus once; by default where it is small
-            (up to a billion tokens).
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike,
-        seq_len: int,
-        batch_size: int,
-        micro_batch_size: int,
-        train_domains: list[str],
-        test_domains: list[str] | None = None,
-        weights: dict[str, float] | None = None,
-        document_mask: bool = False,
-        seed: int = 0,
-        num_workers: int = 0,
-        val_batch_size: int | None = None,
-        max_val_tokens: int | None = None,
-        verify: bool | None = None,
-    ) -> None:
-        super().__init__(
-            path,
-            seq_len,
-            batch_size,
-            micro_batch_size,
-            train_domains=train_domains,
-            test_domains=test_domains,
-            weights=weights,
-            document_mask=document_mask,
-            seed=seed,
-            num_workers=num_workers,
-            val_batch_size=val_batch_size,
-            max_val_tokens=max_val_tokens,
-            verify=verify,
-        )
-
-
-class MixedDomainDataModule(TokenDataModule):
-    """Train on all domains of the corpus, by weight; every test domain is in-domain.
-
-    Args:
-        path: Folder of a prepared corpus, or ``builtin`` for the text of this Python installation.
-        seq_len: Tokens of a sequence.
-        batch_size: Sequences of an optimiser step, over all ranks.
-        micro_batch_size: Sequences of a rank in one forward pass; the rest of batch_size is accumulated.
-        weights: Share of each domain; by default in proportion to its tokens.
-        test_domains: Domains to validate on; all of the test split by default.
-        document_mask: Keep packed documents apart (cu_seqlens); the mixer must support it.
-        seed: Another seed is another order of the training data.
-        num_workers: Loader processes of each rank; 0 loads in the training process.
-        val_batch_size: Windows of a validation batch; micro_batch_size by default.
-        max_val_tokens: About how many tokens of each test domain to use: a fixed choice of whole documents.
-        verify: Check every shard's checksum before use, which reads the corpus once; by default where it is small
-            (up to a billion tokens).
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike,
-        seq_len: int,
-        batch_size: int,
-        micro_batch_size: int,
-        weights: dict[str, float] | None = None,
-        test_domains: list[str] | None = None,
-        document_mask: bool = False,
-        seed: int = 0,
-        num_workers: int = 0,
-        val_batch_size: int | None = None,
-        max_val_tokens: int | None = None,
-        verify: bool | None = None,
-    ) -> None:
-        super().__init__(
-            path,
-            seq_len,
-            batch_size,
-            micro_batch_size,
-            test_domains=test_domains,
-            weights=weights,
-            document_mask=document_mask,
-            seed=seed,
-            num_workers=num_workers,
-            val_batch_size=val_batch_size,
-            max_val_tokens=max_val_tokens,
-            verify=verify,
-        )
-
-    def in_domain(self, name: str) -> bool:
-        """Always true: a mixture of all domains has no other."""
-        return True
+        self._warn_of_changes(state_dict["order"], self.state_dict()["order"])

@@ -16,8 +16,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from seqarch.data.corpus import TokenStream
 from seqarch.data.permutation import KeyedPermutation, derive_key
+from seqarch.data.steps import IGNORE
 from seqarch.data.tokenizer import load_tokenizer
-from seqarch.data.train_batches import IGNORE
 
 PAD_MULTIPLE = 64
 
@@ -141,11 +141,11 @@ class EvalBatches(Dataset):
 class _OwnBatches(DistributedSampler):
     """All of this rank's batches, in order. Being a `DistributedSampler` keeps Lightning from dealing them again."""
 
-    def __init__(self, batches: EvalBatches) -> None:
+    def __init__(self, batches: Dataset) -> None:
         super().__init__(batches, num_replicas=1, rank=0, shuffle=False)
 
 
-def loader(batches: EvalBatches, num_workers: int, pin_memory: bool) -> DataLoader:
-    """The data loader of one domain's evaluation batches."""
+def loader(batches: Dataset, num_workers: int, pin_memory: bool) -> DataLoader:
+    """The data loader of one domain's evaluation batches, each an item of ``batches``."""
     sampler: Sampler = _OwnBatches(batches)
     return DataLoader(batches, batch_size=None, sampler=sampler, num_workers=num_workers, pin_memory=pin_memory)

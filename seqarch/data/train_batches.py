@@ -5,25 +5,17 @@ Shape legend: B sequences of a micro batch, T tokens (seq_len).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from seqarch.data.corpus import TokenStream
 from seqarch.data.mixture import SampleOrder
-
-IGNORE = -100
-"""The label of a position that has none."""
+from seqarch.data.steps import IGNORE, StepBatches
 
 
-class TrainBatches(IterableDataset):
-    """The endless stream of one rank's micro batches.
-
-    Sequence i of micro batch a of a step is sample
-    ``step * batch_size + (a * world_size + rank) * micro_batch_size + i``.
+class TrainBatches(StepBatches):
+    """The endless stream of one rank's micro batches of text; see `StepBatches` for which samples they are.
 
     Args:
         order: Which window a sample is.
@@ -48,28 +40,11 @@ class TrainBatches(IterableDataset):
         world_size: int,
         document_mask: bool,
     ) -> None:
+        super().__init__(batch_size=batch_size, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size)
         self.order = order
         self.streams = [streams[d] for d in order.domains]
         self.seq_len = seq_len
-        self.batch_size = batch_size
-        self.micro_batch_size = micro_batch_size
-        self.rank = rank
-        self.world_size = world_size
-        self.accumulation = batch_size // (micro_batch_size * world_size)
         self.document_mask = document_mask
-        self.first_step = 0
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        info = get_worker_info()
-        micro, stride = (0, 1) if info is None else (info.id, info.num_workers)
-        while True:
-            yield self.micro_batch(self.first_step + micro // self.accumulation, micro % self.accumulation)
-            micro += stride
-
-    def samples(self, step: int, accumulated: int) -> np.ndarray:
-        """Numbers of the samples of one micro batch, int64 ``[B]``."""
-        first = step * self.batch_size + (accumulated * self.world_size + self.rank) * self.micro_batch_size
-        return np.arange(first, first + self.micro_batch_size, dtype=np.int64)
 
     def micro_batch(self, step: int, accumulated: int) -> dict[str, Tensor]:
         """Micro batch ``accumulated`` (from 0) of a step.
@@ -95,25 +70,3 @@ class TrainBatches(IterableDataset):
         labels[0, last_labels] = IGNORE
         cu_seqlens = torch.tensor([*starts, self.micro_batch_size * T], dtype=torch.int32)
         return {"input_ids": input_ids, "labels": labels, "cu_seqlens": cu_seqlens}
-
-
-class TrainLoader(DataLoader):
-    """A loader that starts where ``current_step`` stands when it is iterated, so that a restored trainer goes on.
-
-    Args:
-        batches: The dataset.
-        current_step: Number of optimiser steps that have been taken.
-        num_workers: Worker processes.
-        pin_memory: For faster copies to a GPU.
-    """
-
-    def __init__(
-        self, batches: TrainBatches, current_step: Callable[[], int], *, num_workers: int, pin_memory: bool
-    ) -> None:
-        super().__init__(batches, batch_size=None, num_workers=num_workers, pin_memory=pin_memory)
-        self.batches = batches
-        self.current_step = current_step
-
-    def __iter__(self):  # the type is torch's private iterator
-        self.batches.first_step = self.current_step()
-        return super().__iter__()

@@ -103,7 +103,7 @@ class SequenceModule(L.LightningModule):
         """What the last validation found."""
         self.skipped_in_a_row = 0
         self._window: Tensor | None = None  # sums over the step being accumulated: objective, nats, labels
-        self._val_sums: Tensor | None = None  # sums by domain: nats, labels, bytes
+        self._val_sums: Tensor | None = None  # sums by domain: nats, labels, bytes, hits
         with torch.device("meta"):  # cheap, and a wrong configuration shows at once
             self.model = SequenceModel(
                 vocab_size,
@@ -268,26 +268,36 @@ class SequenceModule(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Start the sums by domain."""
-        self._val_sums = torch.zeros(len(self.data.val_domains), 3, dtype=torch.float64, device=self.device)
+        self._val_sums = torch.zeros(len(self.data.val_domains), 4, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add up one batch's nats, predictions and bytes."""
+        """Add up one batch's nats, predictions, bytes, and hits where the data module asks for the accuracy."""
         input_ids, labels = batch["input_ids"], batch["labels"]
         # Windows come in many lengths: compiling for each would take longer than it saves.
         usual = input_ids.shape == (self.data.micro_batch_size, self.data.seq_len)
         with torch.compiler.set_stance("default" if usual else "force_eager"):
             nll = self.model(input_ids, labels=labels, cu_seqlens=batch.get("cu_seqlens"), per_token=True)
-        sums = [nll.sum(dtype=torch.float64), (labels != IGNORE_INDEX).sum(), batch["bytes"].sum()]
+        hits = torch.zeros((), device=self.device)
+        if self._counts_hits:
+            logits, _ = self.model(input_ids, cu_seqlens=batch.get("cu_seqlens"))
+            hits = (logits.argmax(dim=-1) == labels).sum()
+        sums = [nll.sum(dtype=torch.float64), (labels != IGNORE_INDEX).sum(), batch["bytes"].sum(), hits]
         assert self._val_sums is not None
         self._val_sums[dataloader_idx] += torch.stack(sums)
+
+    @property
+    def _counts_hits(self) -> bool:
+        return getattr(self.data, "accuracy", False)
 
     def on_validation_epoch_end(self) -> None:
         """Log the losses by domain."""
         assert self._val_sums is not None
         sums = self.trainer.strategy.reduce(self._val_sums, reduce_op="sum")
         self.domain_losses = [
-            DomainLoss(name, self.data.in_domain(name), nats, int(tokens), n_bytes)
-            for name, (nats, tokens, n_bytes) in zip(self.data.val_domains, sums.tolist(), strict=True)
+            DomainLoss(
+                name, self.data.in_domain(name), nats, int(tokens), n_bytes, int(hits) if self._counts_hits else None
+            )
+            for name, (nats, tokens, n_bytes, hits) in zip(self.data.val_domains, sums.tolist(), strict=True)
         ]
         if self.trainer.sanity_checking:
             return

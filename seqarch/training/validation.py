@@ -17,7 +17,8 @@ class DomainLoss:
         in_domain: Whether it is one that is trained on.
         nats: Sum of the negative log-likelihoods.
         tokens: Number of predictions.
-        bytes: Length of the text in bytes.
+        bytes: Length of the text in bytes; 0 if the tokens stand for no text.
+        hits: Labels that are the most probable token; None if they were not counted.
     """
 
     name: str
@@ -25,6 +26,7 @@ class DomainLoss:
     nats: float
     tokens: int
     bytes: float
+    hits: int | None = None
 
     @property
     def loss(self) -> float:
@@ -37,6 +39,11 @@ class DomainLoss:
         return self.nats / (math.log(2) * self.bytes) if self.bytes else math.nan
 
     @property
+    def accuracy(self) -> float | None:
+        """Share of labels that are the most probable token; None if they were not counted."""
+        return None if self.hits is None else self.hits / self.tokens if self.tokens else math.nan
+
+    @property
     def perplexity(self) -> float:
         """e to the loss; infinite where that overflows."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
@@ -45,9 +52,12 @@ class DomainLoss:
 def domain_metrics(losses: Sequence[DomainLoss]) -> dict[str, float]:
     """``val/loss/<domain>``, ``val/bpb/<domain>``, and the unweighted means over the domains in and out of training.
 
-    A mean over no domain is left out.
+    Where they were counted, ``val/accuracy/<domain>`` too. Bits per byte of no text and a mean over no domain are left
+    out.
     """
-    metrics = {f"val/loss/{d.name}": d.loss for d in losses} | {f"val/bpb/{d.name}": d.bpb for d in losses}
+    metrics = {f"val/loss/{d.name}": d.loss for d in losses}
+    metrics |= {f"val/bpb/{d.name}": d.bpb for d in losses if d.bytes}
+    metrics |= {f"val/accuracy/{d.name}": d.accuracy for d in losses if d.accuracy is not None}
     for name, inside in (("id", True), ("ood", False)):
         group = [d.loss for d in losses if d.in_domain is inside]
         if group:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from seqarch.data import LimitedDomainDataModule, MixedDomainDataModule
-from seqarch.data.train_batches import TrainBatches, TrainLoader
+from seqarch.data.steps import TrainLoader
+from seqarch.data.train_batches import TrainBatches
 from tests.data import megatron
 
 SEQ_LEN = 16

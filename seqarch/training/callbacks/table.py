@@ -18,17 +18,22 @@ from seqarch.training.validation import DomainLoss
 
 
 def domain_table(losses: Sequence[DomainLoss], title: str) -> Table:
-    """Loss, bits per byte, perplexity and tokens of each domain, those in training first, each group with its mean."""
+    """Loss, bits per byte, perplexity and tokens of each domain, those in training first, each group with its mean.
+
+    A column of accuracies is added where they were counted.
+    """
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("domain", overflow="fold")
     table.add_column("trained on")
-    for name in ("loss", "bpb", "perplexity", "tokens"):
+    counted = any(d.accuracy is not None for d in losses)
+    for name in ("loss", "bpb", "perplexity", "tokens", *(["accuracy"] if counted else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for inside, mean in ((True, "mean in domain"), (False, "mean out of domain")):
         group = [d for d in losses if d.in_domain is inside]
         for d in group:
             numbers = (f"{d.loss:.4f}", f"{d.bpb:.4f}", f"{d.perplexity:.2f}", f"{d.tokens:,}")
-            table.add_row(d.name, "yes" if inside else "no", *numbers)
+            accuracy = [] if d.accuracy is None else [f"{d.accuracy:.4f}"]
+            table.add_row(d.name, "yes" if inside else "no", *numbers, *accuracy)
         if group:
             table.add_row(mean, "", f"{fmean(d.loss for d in group):.4f}", style="bold", end_section=True)
     return table
