@@ -1,9 +1,11 @@
 """GPU backends of the Mamba mixers: kernels of flash-linear-attention and of mamba-ssm.
 
-Layout ``[B, T, H, D]``. Arguments and results are those of ``seqarch.ops.scalar_decay``.
+Layout ``[B, T, H, D]``. Those of ``seqarch.ops.scalar_decay`` and ``seqarch.ops.selective_scan`` say what is computed.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ def fla_simple_gla(
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """``chunk_simple_gla`` of flash-linear-attention, which wants a query and a key for every head of v, in one dtype."""
+    """``chunk_simple_gla`` of flash-linear-attention, which wants q and k for every head of v, in one dtype."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     share = v.shape[2] // q.shape[2]
@@ -31,7 +33,7 @@ def fla_simple_gla(
         scale=1.0,
         initial_state=initial_state,
         output_final_state=output_final_state,
-        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(q.device, torch.int64),
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.to(device=q.device, dtype=torch.int64),
     )
     return o.to(v.dtype), state
 
@@ -83,3 +85,33 @@ def _document(cu_seqlens: Tensor, T: int, device: torch.device) -> Tensor:
     lengths = cu_seqlens.diff().to(device)
     documents = torch.arange(len(lengths), dtype=torch.int32, device=device)
     return torch.repeat_interleave(documents, lengths, output_size=T)[None]
+
+
+def mamba_scan(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor | None,
+    B: Tensor,
+    C: Tensor,
+    *,
+    decay_by_delta: bool = True,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """``selective_scan_fn`` of mamba-ssm, from zero; arguments as ``seqarch.ops.selective_scan.selective_scan``.
+
+    The kernel knows no document boundaries: packed documents are scanned one by one.
+    """
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+    if A is None or not decay_by_delta:  # the kernel's Δ scales the input and the decay alike
+        x, delta = x * delta, torch.ones_like(delta)
+    if A is None:
+        A = delta.new_zeros(x.shape[2], B.shape[2])
+    bounds = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    u, delta, B, C = (t.mT.contiguous() for t in (x, delta.to(x.dtype), B.to(x.dtype), C.to(x.dtype)))
+    parts = [
+        selective_scan_fn(*(t[..., a:b].contiguous() for t in (u, delta)), A.float(), B[..., a:b], C[..., a:b])
+        for a, b in pairwise(bounds)
+        if a < b
+    ]
+    return torch.cat(parts, dim=2).mT

@@ -24,8 +24,8 @@ from seqarch_mamba.initial import init_dt_bias_, init_projection_
 class Mamba2(TokenMixer):
     """State-space duality (Dao and Gu 2024, arXiv 2405.21060): linear attention with one scalar decay a head.
 
-    S_t = exp(g_t) S_{t-1} + Δ_t x_t B_tᵀ and y_t = S_t C_t + D x_t, with Δ_t = softplus(dt_t + dt_bias). Parameter names
-    and shapes are mamba-ssm's.
+    S_t = exp(g_t) S_{t-1} + Δ_t x_t B_tᵀ and y_t = S_t C_t + D x_t, with Δ_t = softplus(dt_t + dt_bias). The parameters
+    have mamba-ssm's names and shapes.
 
     Args:
         d_model: Width of the model.
@@ -105,7 +105,7 @@ class Mamba2(TokenMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal projections (σ = 1/√fan_in, out_proj further by 1/√(2·n_layers)), Δ ∈ [1e-3, 0.1], A ∈ -[1, 16], D = 1."""
+        """Normal projections, σ = 1/√fan_in (out_proj further by 1/√(2·n_layers)); the rest as in mamba-ssm."""
         init_projection_(self.in_proj)
         init_projection_(self.out_proj, depth=2 * self.n_layers)
         init_dt_bias_(self.dt_bias)

@@ -195,7 +195,7 @@ def _read_states(
     resets: frozenset[int],
     final: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What each token reads of the chunks before its own ``[BG, N, C, RV]``, the states at chunk starts, the last state."""
+    """What tokens read of earlier chunks ``[BG, N, C, RV]``, the states at chunk starts, the last state."""
     BG, N, _, K = q.shape
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
     written = v if decay is None else (_per_head(v, V) * decay.write).flatten(3)
@@ -204,12 +204,12 @@ def _read_states(
     for n in range(N):
         state = states[:, n]
         empty = n in resets or (n == 0 and start is None)
+        if n == 0 and start is not None:
+            state.copy_(start)
         if empty:
             state.zero_()
             o[:, n] = 0
         else:
-            if n == 0:
-                state.copy_(start)
             o[:, n].baddbmm_(q[:, n], state, beta=0)
         if n + 1 < N:
             if n + 1 in resets:
@@ -246,7 +246,7 @@ class _Gradients:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, decay: _Decay | None, V: int) -> None:
         self.q, self.k, self.v, self.do, self.decay, self.V = q, k, v, do, decay, V
         self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        # Gradients of each token's sum of g for what it reads, of the chunk's sum for what is written and for what passes.
+        # Gradients of sums of g: a token's own for what it reads, the chunk's for what is written and for what passes.
         heads = (*v.shape[:3], v.shape[3] // V)
         self.reads, self.passes = v.new_zeros(heads), v.new_zeros(heads[0], heads[1], 1, heads[3])
         self.writes = self.reads
@@ -292,7 +292,9 @@ class _Gradients:
 
     def within_chunks(self) -> None:
         """Add the part that stays in a chunk, one head of a group at a time."""
-        q, k, v, do, dq, dk, dv = (x.flatten(0, 1) for x in (self.q, self.k, self.v, self.do, self.dq, self.dk, self.dv))
+        q, k, v, do, dq, dk, dv = (
+            x.flatten(0, 1) for x in (self.q, self.k, self.v, self.do, self.dq, self.dk, self.dv)
+        )
         scores = (q @ k.mT).tril_()
         if self.decay is None:
             d_scores = do @ v.mT
