@@ -42,7 +42,8 @@ class LowRank(nn.Module):
     def reset_parameters(self) -> None:
         """W₁ = 0 and W₂ orthogonal with gain 0.1, as in RWKV-LM, so that b alone counts at first; b = 0."""
         first, second = self.lora[0].weight, self.lora[2].weight
-        assert isinstance(first, Tensor) and isinstance(second, Tensor)
+        assert isinstance(first, Tensor)
+        assert isinstance(second, Tensor)
         nn.init.zeros_(first)
         nn.init.orthogonal_(second, gain=0.1 * max(1.0, second.shape[1] / second.shape[0]) ** 0.5)
         if self.lora[2].bias is not None:

@@ -84,7 +84,9 @@ class _VectorDecayMixer(RWKVMixer):
     def reset_parameters(self) -> None:
         """Normal projections, σ = 1/√fan_in, o_proj further scaled by 1/√(2·n_layers); vectors as RWKV-LM's."""
         for projection in (self.r_proj, self.k_proj, self.v_proj, self.g_proj):
-            nn.init.normal_(projection.linear.weight, std=self.d_model**-0.5)
+            for linear in projection:
+                assert isinstance(linear, nn.Linear)
+                nn.init.normal_(linear.weight, std=self.d_model**-0.5)
         nn.init.normal_(self.o_proj.weight, std=(2 * self.n_layers * self.value_dim) ** -0.5)
         nn.init.ones_(self.g_norm.weight)
         nn.init.zeros_(self.g_norm.bias)
@@ -240,7 +242,8 @@ class RWKV6(_VectorDecayMixer):
         super().reset_parameters()
         mixes = self._initial_mixes()
         first, second = self.x_proj[0], self.x_proj[2]
-        assert isinstance(first, MixedLinear) and isinstance(second, nn.Linear)
+        assert isinstance(first, MixedLinear)
+        assert isinstance(second, nn.Linear)
         nn.init.zeros_(first.linear.weight)
         nn.init.uniform_(second.weight, -0.01, 0.01)
         decay = self.w_proj.linear

@@ -5,9 +5,9 @@ For each head, with a state S ``[K, V]`` and decays e^g a channel:
     S_t = diag(e^{g_t}) S_{t-1} + b_t (a_tᵀ S_{t-1}) + k_t v_tᵀ,   o_t = S_tᵀ q_t
 
 which is S_t = S_{t-1} (diag(e^{g_t}) + a_t b_tᵀ) + v_t k_tᵀ for the transposed state of the literature (Peng et al.
-2025, arXiv 2503.14456). Inside a chunk with the state S₀ at its start, what a reads, w_t = S_{t-1}ᵀ a_t, solves a unit lower
-triangular system. With the decayed scores of rows q e^g and a against columns k and b, rows decayed since the chunk's
-start (X) and columns decayed until its end (Y):
+2025, arXiv 2503.14456). Inside a chunk with the state S₀ at its start, what a reads, w_t = S_{t-1}ᵀ a_t, solves a unit
+lower triangular system. With the decayed scores of rows q e^g and a against columns k and b, rows decayed since the
+chunk's start (X) and columns decayed until its end (Y):
 
     (I - A_ab) W = a_X S₀ + A_ak V
     O = q_X S₀ + A_qk V + A_qb W

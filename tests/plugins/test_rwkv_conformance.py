@@ -3,7 +3,9 @@
 from functools import partial
 
 from seqarch.testing import parametrize_with_mixer_checks
-from seqarch_rwkv import RWKV5, RWKV6
+from seqarch_rwkv import RWKV5, RWKV6, RWKV7
+
+SMALL = {"head_dim": 16, "decay_rank": 4, "a_rank": 4, "v_rank": 4, "gate_rank": 4}
 
 
 @parametrize_with_mixer_checks(
@@ -14,6 +16,8 @@ from seqarch_rwkv import RWKV5, RWKV6
             "rwkv6-widths",
             partial(RWKV6, expand_k=0.25, expand_v=1.5, mix_rank=4, decay_rank=8, layer_idx=2, n_layers=3),
         ),
+        ("rwkv7-first", partial(RWKV7, **SMALL)),
+        ("rwkv7-later", partial(RWKV7, layer_idx=2, n_layers=4, **SMALL)),
     ],
 )
 def test_conformance(mixer_check):
