@@ -109,7 +109,7 @@ class RWKV7(RWKVMixer):
         a = torch.sigmoid(self.a_lora(of_a))
         gate = self.g_lora(of_g).to(x.dtype)
         if self.v_lora is not None:
-            first = context["v_first"] if "v_first" in context else v
+            first: Tensor = context.get("v_first", v)  # pyright: ignore[reportAssignmentType]
             v = torch.lerp(v, first, torch.sigmoid(self.v_lora(of_v)).to(v.dtype))
         context.setdefault("v_first", v)
 

@@ -139,9 +139,9 @@ class SequenceModel(nn.Module):
         new_state: list[State] = []
         for i, block in enumerate(self.blocks):
             if self.activation_checkpointing and state is None and torch.is_grad_enabled():
-                x, s = checkpoint(block, x, context, cu_seqlens, None, use_reentrant=False)  # pyright: ignore
+                x, context, s = checkpoint(block, x, context, cu_seqlens, None, use_reentrant=False)  # pyright: ignore
             else:
-                x, s = block(x, context, cu_seqlens, None if state is None else state[i])
+                x, context, s = block(x, context, cu_seqlens, None if state is None else state[i])
             if s is not None:
                 new_state.append(s)
         return self.norm(x), new_state if state is not None else None

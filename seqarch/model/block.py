@@ -32,8 +32,13 @@ class Block(nn.Module):
         context: dict[str, Tensor],
         cu_seqlens: Tensor | None = None,
         state: State | None = None,
-    ) -> tuple[Tensor, State | None]:
-        """Map x ``[B, T, D]`` and the layer's state; ``context`` reaches mixers whose tags ask for it."""
+    ) -> tuple[Tensor, dict[str, Tensor], State | None]:
+        """Map x ``[B, T, D]`` and the layer's state; ``context`` reaches mixers whose tags ask for it.
+
+        The context after the layer is returned, and the one given stays as it is: a block may be recomputed, and
+        FSDP hands it copies of its arguments.
+        """
+        context = dict(context)
         of_mixer, of_channels = (None, None) if state is None else _parted(state)
         shared = {"context": context} if self.mixer.tags.shares_context else {}
         y, of_mixer = self.mixer(self.mixer_norm(x), cu_seqlens=cu_seqlens, state=of_mixer, **shared)
@@ -41,7 +46,7 @@ class Block(nn.Module):
         if self.channel_mixer is not None and self.channel_norm is not None:
             y, of_channels = self.channel_mixer(self.channel_norm(x), cu_seqlens=cu_seqlens, state=of_channels)
             x = x + y
-        return x, None if state is None else _joined(of_mixer, of_channels)
+        return x, context, None if state is None else _joined(of_mixer, of_channels)
 
     def init_state(
         self, batch_size: int, max_len: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
