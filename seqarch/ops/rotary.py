@@ -43,8 +43,24 @@ def rotary(x: Tensor, position: Tensor, base: float = 10000.0) -> Tensor:
 
 def rotation(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine ``[T, 1, dim/2]`` for ``rotate``; the angles are float64, so that late positions are exact."""
+    return _rotation(position, dim, base, dtype)
+
+
+# Opaque to torch.compile, which would otherwise take float64 cosines again for every batch and head.
+@torch.library.custom_op(
+    "seqarch::rotation",
+    mutates_args=(),
+    schema="(Tensor position, int dim, float base, ScalarType dtype) -> (Tensor, Tensor)",
+)
+def _rotation(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     angle = _angles(position, dim, base)[:, None]
     return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+@_rotation.register_fake
+def _(position: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = (position.shape[0], 1, dim // 2)
+    return position.new_empty(shape, dtype=dtype), position.new_empty(shape, dtype=dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
