@@ -6,6 +6,7 @@ Layout ``[B, T, H, D]``. Those of ``seqarch.ops.scalar_decay`` and ``seqarch.ops
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,9 @@ def fla_simple_gla(
     """``chunk_simple_gla`` of flash-linear-attention, which wants q and k for every head of v, in one dtype."""
     from fla.ops.simple_gla import chunk_simple_gla
 
+    kernel: Any = chunk_simple_gla
     share = v.shape[2] // q.shape[2]
-    o, state = chunk_simple_gla(
+    o, state = kernel(
         q.repeat_interleave(share, 2),
         k.repeat_interleave(share, 2),
         v.to(q.dtype),

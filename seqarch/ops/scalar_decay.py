@@ -56,7 +56,7 @@ def scalar_decay_attention(
         raise ValueError(f"the groups of q and k ({G}) must divide the heads of v ({H})")
     if cu_seqlens is not None and initial_state is not None:
         raise ValueError("cu_seqlens and initial_state cannot be given together: documents start from zero")
-    if T == 1 and cu_seqlens is None:
+    if T == 1 and initial_state is not None:
         o, state = _step(q, k, v, g, scale, initial_state)
         return o, state if output_final_state else None
     layout = ChunkLayout(T, min(chunk_size, 1 << (T - 1).bit_length()), cu_seqlens)
@@ -65,18 +65,15 @@ def scalar_decay_attention(
     return o, state if final else None
 
 
-def _step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, state: Tensor) -> tuple[Tensor, Tensor]:
     """The recurrence for one token, T = 1."""
     B, _, H, V = v.shape
     G, K = q.shape[2:]
     wide = torch.promote_types(v.dtype, torch.float32)
     q5 = q.to(wide).view(B, G, 1, 1, K)
     new = k.to(wide).view(B, G, 1, K, 1) * v.to(wide).view(B, G, H // G, 1, V)
-    if state is not None:
-        old = state.view(B, G, H // G, K, V)
-        new = new + old if g is None else torch.addcmul(new, old, g.to(wide).exp().view(B, G, H // G, 1, 1))
+    old = state.to(wide).view(B, G, H // G, K, V)
+    new = new + old if g is None else torch.addcmul(new, old, g.to(wide).exp().view(B, G, H // G, 1, 1))
     o = (q5 @ new).view(B, 1, H, V)
     return (o if scale == 1 else o * scale).to(v.dtype), new.view(B, H, K, V)
 
