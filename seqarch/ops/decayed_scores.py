@@ -73,32 +73,37 @@ def decayed_scores_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``rows``, ``columns`` and g = log(e), from those of the four results of ``decayed_scores``.
 
-    What ``grad_scores`` holds on and above the diagonal is not read;
-    ``grad_read`` and ``grad_carried`` are overwritten.
+    What ``grad_scores`` holds on and above the diagonal is not read.
     """
     _, C, R, K = rows.shape
     S = columns.shape[2]
     d_rows, d_columns = torch.zeros_like(rows), torch.zeros_like(columns)
     prefix, suffix, total = torch.ones_like(e), torch.ones_like(e), e
-    scaling: list[tuple[Tensor, Tensor]] = []  # by size: x · dx of the products that scale with prefix and suffix
+    scaling: list[tuple[Tensor, Tensor]] = []  # by size, from s = 2: x · dx of what scales with prefix and suffix
     s = 1
     while s < C:
         before, after = _second(prefix, s).unsqueeze(2), _first(suffix, s).unsqueeze(2)
         r, c = _second(rows, s), _first(columns, s)
+        if s > 1:
+            r, c = r * before, c * after
         g = _pairs(grad_scores, s).permute(0, 5, 3, 1, 4, 2).reshape(-1, s * R, s * S)
-        dr = (g @ (c * after).flatten(1, 2)).view(-1, s, R, K).mul_(before)
-        dc = (g.mT @ (r * before).flatten(1, 2)).view(-1, s, S, K).mul_(after)
-        _second(d_rows, s).add_(dr)
-        _first(d_columns, s).add_(dc)
-        scaling.append((_over_rows(dr.mul_(r)), _over_rows(dc.mul_(c))))
+        dr = (g @ c.flatten(1, 2)).view(-1, s, R, K)
+        dc = (g.mT @ r.flatten(1, 2)).view(-1, s, S, K)
+        if s > 1:
+            _second(d_rows, s).addcmul_(dr, before)
+            _first(d_columns, s).addcmul_(dc, after)
+            scaling.append((_products(r, dr), _products(c, dc)))
+        else:
+            _second(d_rows, s).copy_(dr)
+            _first(d_columns, s).copy_(dc)
         total = _join(prefix, suffix, total, s)
         s *= 2
-    d_rows.add_(grad_read.mul_(prefix.unsqueeze(2)))
-    d_columns.add_(grad_carried.mul_(suffix.unsqueeze(2)))
+    d_rows.addcmul_(grad_read, prefix.unsqueeze(2))
+    d_columns.addcmul_(grad_carried, suffix.unsqueeze(2))
 
     # Logarithmic derivatives, from the largest blocks down to single tokens, whose total is e.
-    of_prefix = _over_rows(grad_read.mul_(rows))
-    of_suffix = _over_rows(grad_carried.mul_(columns))
+    of_prefix = _products(rows, grad_read).mul_(prefix)
+    of_suffix = _products(columns, grad_carried).mul_(suffix)
     of_total = (total[:, 0] * grad_total).unsqueeze(1)
     while s > 1:
         s //= 2
@@ -106,15 +111,19 @@ def decayed_scores_backward(
         of_pair = of_total.reshape(-1, 1, K)
         of_blocks = torch.cat((before.sum(1, keepdim=True), after.sum(1, keepdim=True)), 1).add_(of_pair)
         of_total = of_blocks.view(e.shape[0], -1, K)
-        of_rows, of_columns = scaling.pop()
-        before.add_(of_rows)
-        after.add_(of_columns)
+        if s > 1:
+            of_rows, of_columns = scaling.pop()
+            before.add_(of_rows)
+            after.add_(of_columns)
     return d_rows, d_columns, of_total
 
 
-def _over_rows(x: Tensor) -> Tensor:
-    """Sum over dimension 2."""
-    return x.squeeze(2) if x.shape[2] == 1 else x.sum(2)
+def _products(x: Tensor, dx: Tensor) -> Tensor:
+    """x · dx ``[…, K]``, summed over dimension 2, the rows or columns of a token."""
+    total = x[:, :, 0] * dx[:, :, 0]
+    for i in range(1, x.shape[2]):
+        total.addcmul_(x[:, :, i], dx[:, :, i])
+    return total
 
 
 def _first(x: Tensor, s: int) -> Tensor:

@@ -185,4 +185,4 @@ def _transition(total: Tensor, carried: Tensor, W_S: Tensor) -> Tensor:
 
 def _by_token(x: Tensor) -> Tensor:
     """``[P, 2C, K]``, all of one kind and then all of the other, to ``[P, C, 2, K]``."""
-    return x.unflatten(1, (2, -1)).transpose(1, 2).contiguous()
+    return x.unflatten(1, (2, -1)).transpose(1, 2)
