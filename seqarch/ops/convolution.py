@@ -16,6 +16,9 @@ from seqarch.mixer import no_weight_decay
 from seqarch.ops.rotary import positions
 
 
+_BLOCK = 1 << 16  # numbers
+
+
 class ShortConvolution(nn.Module):
     """y_t = SiLU(Σ_j w_j ⊙ x_{t-K+1+j} + b), channel by channel, zeros before the first token of a document.
 
@@ -114,39 +117,55 @@ def _convolve(padded: Tensor, weight: Tensor, bias: Tensor | None, keep: Tensor 
     T = padded.shape[1] - K + 1
     wide = torch.promote_types(padded.dtype, torch.float32)
     weight, padded = weight.to(wide), padded.to(wide)
-    out = padded[:, K - 1 :] * weight[K - 1]
-    if bias is not None:
-        out = out + bias.to(wide)
+    last = padded[:, K - 1 :]
+    out = last * weight[K - 1] if bias is None else torch.addcmul(bias.to(wide), last, weight[K - 1])
     for j in range(K - 1):
         w = weight[j] if keep is None else weight[j] * keep[j]
-        out = torch.addcmul(out, padded[:, j : j + T], w)
+        # In place, but not where a compiler has to trace it
+        out = torch.addcmul(out, padded[:, j : j + T], w, out=None if torch.compiler.is_compiling() else out)
     return out
 
 
 class _ShortConvolution(torch.autograd.Function):
-    """Keeps the input alone; backward convolves again."""
+    """Keeps the input alone; backward convolves again. Goes through time in blocks that stay in a CPU's cache."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, weight: Tensor, bias: Tensor | None, keep: Tensor | None) -> Tensor:
         ctx.save_for_backward(padded, weight, bias, keep)
-        return _silu(_convolve(padded, weight, bias, keep), padded.dtype)
+        lags = len(weight) - 1
+        y = padded.new_empty(padded.shape[0], padded.shape[1] - lags, padded.shape[2])
+        for start, end in _blocks(y):
+            z = _convolve(padded[:, start : end + lags], weight, bias, None if keep is None else keep[:, start:end])
+            y[:, start:end] = F.silu(z, inplace=True)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         padded, weight, bias, keep = ctx.saved_tensors
+        wide = torch.promote_types(padded.dtype, torch.float32)
         K = len(weight)
-        T = padded.shape[1] - K + 1
-        z = _convolve(padded, weight, bias, keep)
-        sigmoid = z.sigmoid()
-        # SiLU'(z) = σ(z)·(1 + z·(1 - σ(z)))
-        grad = z.mul_(1 - sigmoid).add_(1).mul_(sigmoid).mul_(grad_outputs[0])
-        wide = padded.to(grad.dtype)
-        grad_padded = torch.zeros_like(wide)
-        grad_weight = torch.empty(weight.shape, dtype=grad.dtype, device=grad.device)
-        for j in range(K):
-            g = grad if keep is None else grad * keep[j]
-            grad_padded[:, j : j + T].addcmul_(g, weight[j].to(grad.dtype))
-            grad_weight[j] = (g * wide[:, j : j + T]).sum((0, 1))
-        grad_bias = None if bias is None else grad.sum((0, 1)).to(bias.dtype)
+        weight_ = weight.to(wide)
+        grad_padded = torch.zeros_like(padded, dtype=wide, memory_format=torch.contiguous_format)
+        grad_weight = torch.zeros_like(weight_)
+        grad_bias = torch.zeros_like(weight_[0])
+        for start, end in _blocks(grad_outputs[0]):
+            part = padded[:, start : end + K - 1].to(wide)
+            kept = None if keep is None else keep[:, start:end]
+            z = _convolve(part, weight, bias, kept)
+            grad = torch.ops.aten.silu_backward.default(grad_outputs[0][:, start:end].to(wide), z)
+            if bias is not None:
+                grad_bias += grad.sum((0, 1))
+            for j in range(K):
+                g = grad if kept is None else torch.mul(grad, kept[j], out=z)
+                grad_padded[:, start + j : end + j].addcmul_(g, weight_[j])
+                grad_weight[j] += torch.mul(g, part[:, j : j + end - start], out=z).sum((0, 1))
+        grad_bias = None if bias is None else grad_bias.to(bias.dtype)
         return grad_padded.to(padded.dtype), grad_weight.to(weight.dtype), grad_bias, None
+
+
+def _blocks(x: Tensor) -> list[tuple[int, int]]:
+    """Ranges of time, short enough on a CPU for a few copies of x ``[B, T, C]`` in the cache."""
+    T = x.shape[1]
+    size = max(1, _BLOCK // (x.shape[0] * x.shape[2])) if x.device.type == "cpu" else T
+    return [(start, min(T, start + size)) for start in range(0, T, size)]
