@@ -23,6 +23,8 @@ def check_compile(subject: Subject) -> None:
         with warnings.catch_warnings():
             # Dynamo itself looks at the gradient of what crosses a break in the graph.
             warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf", UserWarning)
+            # Dynamo makes an instance of an autograd function to trace it.
+            warnings.filterwarnings("ignore", r".*Function'> should not be instantiated", DeprecationWarning)
             y = compiled(x)[0]
             dx = gradients(stack, y, dy, x)["x"]
     except Exception as e:
