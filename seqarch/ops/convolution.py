@@ -15,7 +15,6 @@ from torch.autograd.function import once_differentiable
 from seqarch.mixer import no_weight_decay
 from seqarch.ops.rotary import positions
 
-
 _BLOCK = 1 << 16  # numbers
 
 
