@@ -99,7 +99,7 @@ def _features_backward(grad: Tensor, twice: Tensor) -> Tensor:
     grad = grad.view(rotated.shape)
     D, E = rotated.shape[1:3]
     out = torch.zeros_like(twice)
-    torch.sum(grad * rotated, 1, out=out[:, :E])
+    out[:, :E] = (grad * rotated).sum(1)
     for d in range(D):
         out[:, d : d + E].addcmul_(grad[:, d], x[:, 0])
     return out[:, :E] + out[:, E:]
