@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from seqarch import data
 from seqarch.commands.errors import condense, explain
 from seqarch.commands.usage import UsageError
 from seqarch.data import StepDataModule
@@ -35,9 +34,7 @@ _DESCRIPTION = {
 
 def run(name: str, arguments: list[str]) -> None:
     """Parse the configuration, build everything, and train or validate."""
-    plugins()  # their classes must be known before the parser resolves names, and the data modules
-    for module in data.__all__:
-        getattr(data, module)
+    plugins()  # their classes must be known before the parser resolves names
     sys.argv = [sys.argv[0], name, *arguments]  # Lightning starts further processes with these
     _set_up_logging()
     try:

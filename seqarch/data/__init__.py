@@ -24,4 +24,6 @@ __all__ = ["LimitedDomainDataModule", "MQARDataModule", "MixedDomainDataModule",
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for home in set(_HOMES.values()):  # all of them, so that a recipe can name any by its bare name
+        importlib.import_module(f"{__name__}.{home}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

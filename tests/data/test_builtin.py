@@ -16,8 +16,8 @@ import seqarch.data.builtin as builtin
 import seqarch.data.harvest as harvesting
 from seqarch.data.builtin import builtin_corpus, cache_folder
 from seqarch.data.corpus import Corpus
-from seqarch.data.datamodule import LimitedDomainDataModule
 from seqarch.data.harvest import DOMAINS, Text, harvest, split_docstrings
+from seqarch.data.settings import LimitedDomainDataModule
 
 
 def shrink(patch: pytest.MonkeyPatch) -> None:
