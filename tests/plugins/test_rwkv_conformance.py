@@ -2,12 +2,17 @@
 
 from functools import partial
 
+import pytest
+
 from seqarch.testing import parametrize_with_mixer_checks
 from seqarch_rwkv import RWKV5, RWKV6, RWKV7
 
 SMALL = {"head_dim": 16, "decay_rank": 4, "a_rank": 4, "v_rank": 4, "gate_rank": 4}
 
 
+# torch.compile's own
+@pytest.mark.filterwarnings("ignore:.*_prims_common.check. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @parametrize_with_mixer_checks(
     [
         ("rwkv5", partial(RWKV5, n_heads=2)),
