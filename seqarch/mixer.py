@@ -15,6 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from seqarch.options import at_least
+
 State = dict[str, Tensor]
 """What a mixer carries from one call to the next: a flat dict of tensors, each with the batch first."""
 
@@ -105,8 +107,7 @@ class TokenMixer(nn.Module, ABC):
 
     def __init__(self, d_model: int, *, layer_idx: int = 0, n_layers: int = 1, backend: str = "auto") -> None:
         super().__init__()
-        if d_model < 1:
-            raise ValueError(f"d_model must be at least 1, got {d_model}")
+        at_least(1, d_model=d_model)
         names = ["auto", *(b.name for b in self.backends)]
         if backend not in names:
             raise ValueError(f"backend must be one of {', '.join(names)} for {type(self).__name__}, got '{backend}'")

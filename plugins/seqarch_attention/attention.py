@@ -17,6 +17,7 @@ from seqarch.ops.cache import append
 from seqarch.ops.linear import joint_linear
 from seqarch.ops.norm import RMSNorm
 from seqarch.ops.rotary import positions, rotate, rotation, sinusoid
+from seqarch.options import at_least, head_sizes, one_of
 from seqarch_attention.backends import flash_attention, flex_attention
 
 
@@ -66,30 +67,16 @@ class Attention(TokenMixer):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, layer_idx=layer_idx, n_layers=n_layers, backend=backend)
-        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        if n_heads < 1:
-            raise ValueError(f"n_heads must be at least 1, got {n_heads}")
-        if n_kv_heads < 1 or n_heads % n_kv_heads:
-            raise ValueError(f"n_kv_heads ({n_kv_heads}) must divide n_heads ({n_heads})")
-        if head_dim is None and d_model % n_heads:
-            raise ValueError(f"n_heads ({n_heads}) must divide d_model ({d_model}), or give head_dim")
-        head_dim = d_model // n_heads if head_dim is None else head_dim
-        if head_dim < 1:
-            raise ValueError(f"head_dim must be at least 1, got {head_dim}")
-        if window is not None and window < 1:
-            raise ValueError(f"window must be at least 1, got {window}")
+        n_kv_heads, head_dim = head_sizes(d_model, n_heads, n_kv_heads, head_dim)
+        at_least(1, window=window, max_len=max_len)
+        one_of(("rope", "alibi", "absolute", "none"), position=position)
+        one_of(("qk", "random_keys", "random_scores"), relation=relation)
         if temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {temperature}")
         if position == "rope" and head_dim % 2:
             raise ValueError(f"position 'rope' needs an even head_dim, got {head_dim}")
         if position == "absolute" and d_model % 2:
             raise ValueError(f"position 'absolute' needs an even d_model, got {d_model}")
-        for name, value, known in (
-            ("position", position, ("rope", "alibi", "absolute", "none")),
-            ("relation", relation, ("qk", "random_keys", "random_scores")),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got '{value}'")
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
         self.window, self.position, self.rope_base = window, position, rope_base
         self.relation, self.max_len = relation, max_len

@@ -16,6 +16,7 @@ from seqarch.ops.cache import append
 from seqarch.ops.linear import joint_linear
 from seqarch.ops.norm import RMSNorm
 from seqarch.ops.rotary import positions, rotate, rotation
+from seqarch.options import head_sizes, one_of
 
 
 class SelectionMixer(TokenMixer):
@@ -37,18 +38,10 @@ class SelectionMixer(TokenMixer):
         backend: str,
     ) -> None:
         super().__init__(d_model, layer_idx=layer_idx, n_layers=n_layers, backend=backend)
-        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
-        if n_heads < 1 or n_kv_heads < 1 or n_heads % n_kv_heads:
-            raise ValueError(f"n_kv_heads ({n_kv_heads}) must divide n_heads ({n_heads})")
-        if head_dim is None and d_model % n_heads:
-            raise ValueError(f"n_heads ({n_heads}) must divide d_model ({d_model}), or give head_dim")
-        head_dim = d_model // n_heads if head_dim is None else head_dim
-        if head_dim < 1:
-            raise ValueError(f"head_dim must be at least 1, got {head_dim}")
+        n_kv_heads, head_dim = head_sizes(d_model, n_heads, n_kv_heads, head_dim)
         if temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {temperature}")
-        if position not in ("rope", "none"):
-            raise ValueError(f"position must be one of rope, none, got '{position}'")
+        one_of(("rope", "none"), position=position)
         if position == "rope" and head_dim % 2:
             raise ValueError(f"position 'rope' needs an even head_dim, got {head_dim}")
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim

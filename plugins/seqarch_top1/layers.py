@@ -13,6 +13,7 @@ from torch import Tensor
 from seqarch import Tags
 from seqarch.mixer import State
 from seqarch.ops.cache import append
+from seqarch.options import at_least, one_of
 from seqarch_top1.chunk import top1_chunk
 from seqarch_top1.decode import decode
 from seqarch_top1.element import top1_element
@@ -141,20 +142,11 @@ class Top1Chunk(SelectionMixer):
             d_model, layer_idx=layer_idx, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
             position=position, rope_base=rope_base, temperature=temperature, qk_norm=qk_norm, backend=backend,
         )  # fmt: skip
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-        for name, value, known in (
-            ("selection", selection, ("exact", "approx")),
-            ("select", select, ("chunk", "element")),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got '{value}'")
-        self.chunk_size, self.exact, self.local, self.element = (
-            chunk_size,
-            selection == "exact",
-            local,
-            select == "element",
-        )
+        at_least(1, chunk_size=chunk_size)
+        one_of(("exact", "approx"), selection=selection)
+        one_of(("chunk", "element"), select=select)
+        self.chunk_size, self.local = chunk_size, local
+        self.exact, self.element = selection == "exact", select == "element"
         self.tags = Tags(
             straight_through=True, discontinuous=True, bitwise_prefix=False, fullgraph=False, chunk_size=chunk_size
         )

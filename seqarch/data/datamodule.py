@@ -14,6 +14,7 @@ from seqarch.data.eval_batches import EvalBatches, choose_documents, count_bytes
 from seqarch.data.mixture import SampleOrder, check_weights
 from seqarch.data.steps import StepDataModule, TrainLoader
 from seqarch.data.train_batches import TrainBatches
+from seqarch.options import at_least
 
 _SMALL = 1_000_000_000  # tokens that are read through in seconds
 
@@ -66,12 +67,7 @@ class TokenDataModule(StepDataModule):
         super().__init__(seq_len, batch_size, micro_batch_size, num_workers=num_workers)
         if type(self) is TokenDataModule:
             raise TypeError("TokenDataModule is abstract: use LimitedDomainDataModule or MixedDomainDataModule")
-        for option, value, least in (
-            ("val_batch_size", micro_batch_size if val_batch_size is None else val_batch_size, 1),
-            ("max_val_tokens", 1 if max_val_tokens is None else max_val_tokens, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{option} must be at least {least}, got {value}")
+        at_least(1, val_batch_size=val_batch_size, max_val_tokens=max_val_tokens)
         for option, domains in (("train_domains", train_domains), ("test_domains", test_domains)):
             if domains is not None and not domains:
                 raise ValueError(f"{option} is empty: name at least one domain, or leave it out for all")

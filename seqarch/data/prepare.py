@@ -23,6 +23,7 @@ from seqarch.data.shards import token_dtype
 from seqarch.data.staging import Staging
 from seqarch.data.tokenizer import find_eos, hash_bytes, tokenizer_bytes, tokenizer_from_text, vocabulary_size
 from seqarch.data.worker import BlockTokens, Task
+from seqarch.options import at_least, one_of
 
 COMMIT_SECONDS = 2.0
 log = logging.getLogger(__name__)
@@ -61,14 +62,9 @@ def prepare(
     part_i_n = _parse_part(part)
     if processes is None:
         processes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if processes < 1:
-        raise ValueError(f"processes must be at least 1, got {processes}")
-    for option, value, known in (
-        ("split", split, ("train", "test")),
-        ("text_documents", text_documents, ("file", "line", "paragraph")),
-    ):
-        if value not in known:
-            raise ValueError(f"{option} must be one of {', '.join(known)}, got '{value}'")
+    at_least(1, processes=processes)
+    one_of(("train", "test"), split=split)
+    one_of(("file", "line", "paragraph"), text_documents=text_documents)
     if domain is not None:
         check_domain_name(domain)
     data, record = _tokenizer(tokenizer, root, eos_token)

@@ -16,6 +16,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from seqarch.options import at_least
+
 IGNORE = -100
 """The label of a position that has none."""
 
@@ -101,14 +103,9 @@ class StepDataModule(L.LightningDataModule):
 
     def __init__(self, seq_len: int, batch_size: int, micro_batch_size: int, *, num_workers: int = 0) -> None:
         super().__init__()
-        for option, value, least in (
-            ("seq_len", seq_len, 2),
-            ("batch_size", batch_size, 1),
-            ("micro_batch_size", micro_batch_size, 1),
-            ("num_workers", num_workers, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{option} must be at least {least}, got {value}")
+        at_least(2, seq_len=seq_len)
+        at_least(1, batch_size=batch_size, micro_batch_size=micro_batch_size)
+        at_least(0, num_workers=num_workers)
         if batch_size % micro_batch_size:
             raise ValueError(f"batch_size {batch_size} must be a multiple of micro_batch_size {micro_batch_size}")
         self.seq_len = seq_len

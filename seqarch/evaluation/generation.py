@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from seqarch.model import SequenceModel
+from seqarch.options import at_least
 
 _PREFILL = 2048  # tokens of the prompt a call
 
@@ -45,12 +46,8 @@ def generate(
         raise ValueError("the prompt is empty: give at least one token")
     if min(prompt) < 0 or max(prompt) >= model.vocab_size:
         raise ValueError(f"the prompt has token ids outside the model's vocabulary of {model.vocab_size}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if temperature < 0:
-        raise ValueError(f"temperature must not be negative, got {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    at_least(1, max_new_tokens=max_new_tokens, top_k=top_k)
+    at_least(0, temperature=temperature)
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
     return _draw(model, prompt, max_new_tokens, temperature, top_k, top_p, eos_id, seed)

@@ -19,6 +19,7 @@ from seqarch.model.channel import ChannelMixer
 from seqarch.model.init import marked, materialise
 from seqarch.model.loss import IGNORE_INDEX, linear_cross_entropy, token_nll
 from seqarch.ops.norm import RMSNorm
+from seqarch.options import at_least
 
 MixerFactory = Callable[..., TokenMixer]
 ChannelMixerFactory = Callable[..., ChannelMixer]
@@ -74,9 +75,7 @@ class SequenceModel(nn.Module):
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        for name, value in (("vocab_size", vocab_size), ("d_model", d_model), ("n_layers", n_layers)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        at_least(1, vocab_size=vocab_size, d_model=d_model, n_layers=n_layers)
         mixers = [mixer] if callable(mixer) else list(mixer)
         if not mixers:
             raise ValueError("mixer is an empty list: name at least one")

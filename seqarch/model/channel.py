@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from seqarch.mixer import State
 from seqarch.ops.gate import gated_silu
 from seqarch.ops.linear import joint_linear
+from seqarch.options import at_least
 
 
 class ChannelMixer(nn.Module, ABC):
@@ -62,8 +63,7 @@ class SwiGLU(ChannelMixer):
         super().__init__(d_model, n_layers=n_layers)
         if d_ff is None:
             d_ff = -(-8 * d_model // 3 // 64) * 64
-        if d_ff < 1:
-            raise ValueError(f"d_ff must be at least 1, got {d_ff}")
+        at_least(1, d_ff=d_ff)
         self.d_ff = d_ff
         self.gate_proj = nn.Linear(d_model, d_ff, bias=False)
         self.up_proj = nn.Linear(d_model, d_ff, bias=False)

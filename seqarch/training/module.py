@@ -23,6 +23,7 @@ from seqarch.model import Loss, SequenceModel, SwiGLU
 from seqarch.model.channel import ChannelMixer
 from seqarch.model.init import marked
 from seqarch.model.loss import IGNORE_INDEX
+from seqarch.options import at_least
 from seqarch.training.hyperparameters import differences, to_plain
 from seqarch.training.known_warnings import ignore_known_warnings
 from seqarch.training.loops import logging_due, recount, set_length, set_validation
@@ -82,11 +83,8 @@ class SequenceModule(L.LightningModule):
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        for name in ("max_tokens", "val_every_n_steps", "max_skipped_steps"):
-            if options[name] is not None and options[name] < 1:
-                raise ValueError(f"{name} must be at least 1, got {options[name]}")
-        if z_loss < 0:
-            raise ValueError(f"z_loss must not be negative, got {z_loss}")
+        at_least(1, max_tokens=max_tokens, val_every_n_steps=val_every_n_steps, max_skipped_steps=max_skipped_steps)
+        at_least(0, z_loss=z_loss)
         self.save_hyperparameters({**to_plain(options), "_instantiator": "lightning.pytorch.cli.instantiate_module"})
         self.optimizer_config = optimizer
         self.schedule = schedule

@@ -86,7 +86,7 @@ def test_distributions(options, expected):
         ([], {}, "prompt is empty"),
         ([61], {}, "outside the model's vocabulary of 61"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        ([1], {"temperature": -1}, "temperature must not be negative"),
+        ([1], {"temperature": -1}, "temperature must be at least 0, got -1"),
         ([1], {"top_k": 0}, "top_k must be at least 1"),
         ([1], {"top_p": 0}, "top_p must be above 0"),
     ],

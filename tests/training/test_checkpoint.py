@@ -220,7 +220,7 @@ def test_only_the_best_and_the_last_without_regular_ones(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"every_n_steps": 0}, "every_n_steps must be"), ({"keep": -1}, "keep must not")]
+    ("options", "message"), [({"every_n_steps": 0}, "every_n_steps must be"), ({"keep": -1}, "keep must be at least 0")]
 )
 def test_options_are_checked(tmp_path, options, message):
     from seqarch.training.callbacks.checkpoints import Checkpoints

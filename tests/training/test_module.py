@@ -267,7 +267,7 @@ def test_configurations_that_cannot_work_are_refused(tmp_path, options, trainer_
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"val_every_n_steps": 0}, "val_every_n_steps must be at least 1"),
         ({"max_skipped_steps": 0}, "max_skipped_steps must be at least 1"),
-        ({"z_loss": -1.0}, "z_loss must not be negative"),
+        ({"z_loss": -1.0}, "z_loss must be at least 0"),
         ({"d_model": 15}, "n_heads"),
     ],
 )

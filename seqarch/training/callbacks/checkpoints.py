@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
+from seqarch.options import at_least
 from seqarch.training.checkpoint import AtomicCheckpointIO
 from seqarch.training.loops import at_end_of_step, validation_follows
 
@@ -38,10 +39,8 @@ class Checkpoints(Checkpoint):
         keep: int | None = None,
         monitor: str = "val/loss/id",
     ) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}")
-        if keep is not None and keep < 0:
-            raise ValueError(f"keep must not be negative, got {keep}")
+        at_least(1, every_n_steps=every_n_steps)
+        at_least(0, keep=keep)
         self.folder = Path(folder)
         self.every_n_steps = every_n_steps
         self.keep = keep
