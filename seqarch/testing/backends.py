@@ -28,8 +28,8 @@ class Comparison:
             discontinuous.
         gradient: Largest relative root-mean-square error of the gradients of x and of every parameter; None where the
             tags say discontinuous.
-        allowed: What the output's may reach; the gradients' may reach ten times that, since those of decays are sums over
-            all tokens that largely cancel.
+        allowed: What the output's may reach; the gradients' may reach ten times that, since those of decays are sums
+            over all tokens that largely cancel.
         reason: Why it did not run, or what it raised.
     """
 
