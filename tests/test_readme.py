@@ -33,7 +33,7 @@ def commands():
 
 
 def test_the_readme_shows_each_command():
-    assert {words[1] for words in commands()} == {"fit", "validate", "generate", "mixers", "data"}
+    assert {words[1] for words in commands()} == {"fit", "validate", "generate", "mixers", "doctor", "data"}
     assert all(words[0] == "seqarch" for words in commands())
 
 
@@ -56,6 +56,12 @@ def test_commands(tmp_path, monkeypatch, corpus_path, capsys):
             if "last" in given and given[0] == "fit":
                 steps += 2  # a run that goes on needs somewhere to go
             given += arguments(**SMALL, **{"trainer.max_steps": steps})
+        elif "recipes/laptop/base.yaml" in given:
+            given += arguments(**SMALL, **{"trainer.max_steps": 2, "model.schedule.warmup_steps": 1})
+        elif "recipes/mqar/attention.yaml" in given:
+            given += arguments(**{"trainer.max_steps": 2, "data.val_sequences": 10, "trainer.accelerator": "cpu"})
+        elif "recipes/110m_mamba2.yaml" in given:
+            given += arguments(**{k: v for k, v in NARROW.items() if k != "model.mixer.n_heads"})
         elif "--config" in given and given[0] == "fit":
             given += arguments(**NARROW, **{"model.channel_mixer.d_ff": 64})
             if "top1chunk" in " ".join(given):
@@ -66,6 +72,8 @@ def test_commands(tmp_path, monkeypatch, corpus_path, capsys):
             assert exit_.value.code == 0
             assert "chunk_size" in capsys.readouterr().out
             continue
+        elif given == ["doctor"]:
+            given += ["--device", "cpu", "--mixer", "Attention"]
         elif given[0] == "generate":
             given += ["--max_new_tokens", "5", "--device", "cpu"]
         elif "--vocab_size" in given:
