@@ -123,7 +123,9 @@ class Mamba2(TokenMixer):
         """See ``TokenMixer.forward``."""
         self.check_input(x, cu_seqlens, state)
         backend = self.choose_backend(x)
-        z, xbc, dt = self.in_proj(x).split(self._widths, dim=-1)
+        # Three products, z's last: no gradient is put together from three, and z's is used up before the states'.
+        to_z, to_xbc, to_dt = self.in_proj.weight.split(self._widths)
+        xbc, dt = F.linear(x, to_xbc), F.linear(x, to_dt)
         new: State = {}
         if self.conv1d is None:
             xbc = F.silu(xbc)
@@ -136,10 +138,10 @@ class Mamba2(TokenMixer):
         u = u.unflatten(-1, (self.n_heads, self.head_dim))
         b, c = (t.unflatten(-1, (self.n_groups, self.state_dim)) for t in (b, c))
         dt = F.softplus(dt + self.dt_bias)  # float32 at least, as dt_bias is
-        o, ssm = self._ssd(backend, u, dt, b, c, cu_seqlens, None if state is None else state["ssm"])
+        y, ssm = self._ssd(backend, u, dt, b, c, cu_seqlens, None if state is None else state["ssm"])
         if ssm is not None:
             new["ssm"] = ssm
-        y = torch.addcmul(o, u.to(o.dtype), self.D.to(o.dtype)[:, None]).flatten(2)
+        y, z = y.flatten(2), F.linear(x, to_z)
         y = gated_silu(z, y.to(z.dtype)) if self.norm is None else self.norm(y, z).to(z.dtype)
         return self.out_proj(y), None if state is None else new
 
@@ -153,7 +155,7 @@ class Mamba2(TokenMixer):
         cu_seqlens: Tensor | None,
         ssm: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """What is read from the states, ``[B, T, H, P]``, and the new state ``[B, H, P, N]`` where one was given."""
+        """y before the gate, ``[B, T, H, P]``, and the new state ``[B, H, P, N]`` where one was given."""
         if self.decay == "data":
             rate = -self.A_log.exp()
         elif self.decay == "shared":
@@ -162,7 +164,7 @@ class Mamba2(TokenMixer):
             rate = None
         if backend == "mamba_ssm" and u.shape[1] > 1:
             scaled = self.decay == "data"  # the kernel's Δ scales the input and the decay alike
-            return mamba_ssd(
+            o, ssm = mamba_ssd(
                 u if scaled else u * dt.unsqueeze(-1),
                 dt if scaled else torch.ones_like(dt),
                 torch.zeros_like(self.D) if rate is None else rate,
@@ -172,18 +174,22 @@ class Mamba2(TokenMixer):
                 initial_state=ssm,
                 cu_seqlens=cu_seqlens,
             )
+            return self._add_input(o, u), ssm
         g = None if rate is None else dt * rate if self.decay == "data" else rate.expand_as(dt)
         options = {
             "initial_state": None if ssm is None else ssm.mT,
             "cu_seqlens": cu_seqlens,
             "output_final_state": ssm is not None,
         }
-        v = u * dt.unsqueeze(-1)
         if backend == "fla" and u.shape[1] > 1:
-            o, ssm = fla_simple_gla(c, b, v, g, **options)
+            o, ssm = fla_simple_gla(c, b, u * dt.unsqueeze(-1), g, **options)
+            o = self._add_input(o, u)
         else:
-            o, ssm = scalar_decay_attention(c, b, v, g, chunk_size=self.chunk_size, **options)
+            o, ssm = scalar_decay_attention(c, b, u, g, gain=dt, skip=self.D, chunk_size=self.chunk_size, **options)
         return o, None if ssm is None else ssm.mT
+
+    def _add_input(self, o: Tensor, u: Tensor) -> Tensor:
+        return torch.addcmul(o, u.to(o.dtype), self.D.to(o.dtype)[:, None])
 
     def init_state(
         self,

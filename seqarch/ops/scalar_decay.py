@@ -24,12 +24,16 @@ def scalar_decay_attention(
     g: Tensor | None = None,
     *,
     scale: float = 1.0,
+    gain: Tensor | None = None,
+    skip: Tensor | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = True,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor | None]:
     """S_t = exp(g_t) S_{t-1} + k_t v_tᵀ and o_t = scale · S_tᵀ q_t, at least in float32 inside.
+
+    With a gain a token writes gain_t · v_t; with a skip its own v_t is added to the output: Mamba-2's Δ and D.
 
     Work and memory are linear in T. Backward keeps the inputs and the states at the starts of chunks.
 
@@ -38,7 +42,9 @@ def scalar_decay_attention(
         k: As q.
         v: ``[B, T, H, V]``.
         g: Log decays ``[B, T, H]``, at most 0; None for no decay.
-        scale: Factor of the output.
+        scale: Factor of what is read.
+        gain: Factors ``[B, T, H]`` of what is written.
+        skip: Factors ``[H]`` of v in the output.
         initial_state: ``[B, H, K, V]``; zero by default.
         cu_seqlens: int32 ``[n+1]``, boundaries of packed documents (B = 1); not together with ``initial_state``.
         output_final_state: Return the state after the last token; the second result is None otherwise and for packed
@@ -57,25 +63,38 @@ def scalar_decay_attention(
     if cu_seqlens is not None and initial_state is not None:
         raise ValueError("cu_seqlens and initial_state cannot be given together: documents start from zero")
     if T == 1 and initial_state is not None:
-        o, state = _step(q, k, v, g, scale, initial_state)
+        o, state = _step(q, k, v, g, gain, skip, scale, initial_state)
         return o, state if output_final_state else None
     layout = ChunkLayout(T, min(chunk_size, 1 << (T - 1).bit_length()), cu_seqlens)
     final = output_final_state and cu_seqlens is None
-    o, state = _ScalarDecay.apply(q, k, v, g, initial_state, layout, scale, final)
+    o, state = _ScalarDecay.apply(q, k, v, g, gain, skip, initial_state, layout, scale, final)
     return o, state if final else None
 
 
-def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, state: Tensor) -> tuple[Tensor, Tensor]:
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    gain: Tensor | None,
+    skip: Tensor | None,
+    scale: float,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
     """The recurrence for one token, T = 1."""
     B, _, H, V = v.shape
     G, K = q.shape[2:]
     wide = torch.promote_types(v.dtype, torch.float32)
     q5 = q.to(wide).view(B, G, 1, 1, K)
-    new = k.to(wide).view(B, G, 1, K, 1) * v.to(wide).view(B, G, H // G, 1, V)
+    x = v.to(wide)
+    written = x if gain is None else x * gain.to(wide)[..., None]
+    new = k.to(wide).view(B, G, 1, K, 1) * written.view(B, G, H // G, 1, V)
     old = state.to(wide).view(B, G, H // G, K, V)
     new = new + old if g is None else torch.addcmul(new, old, g.to(wide).exp().view(B, G, H // G, 1, 1))
     o = (q5 @ new).view(B, 1, H, V)
-    return (o if scale == 1 else o * scale).to(v.dtype), new.view(B, H, K, V)
+    o = o if scale == 1 else o * scale
+    o = o if skip is None else torch.addcmul(o, x, skip.to(wide)[:, None])
+    return o.to(v.dtype), new.view(B, H, K, V)
 
 
 class _Cut:
@@ -94,6 +113,10 @@ class _Cut:
         x = x.unflatten(0, (self.B, self.G)).permute(0, 2, 3, 1, 4)
         x = x.reshape(*x.shape[:3], *like.shape[2:])
         return self.layout.join(x).to(like.dtype)
+
+    def split_heads(self, x: Tensor | None) -> Tensor | None:
+        """``[H]`` to ``[BG, R]``."""
+        return None if x is None else x.to(self.wide).view(self.G, -1).repeat(self.B, 1)
 
     def split_state(self, state: Tensor) -> Tensor:
         """``[B, H, K, V]`` to a new ``[BG, K, RV]``."""
@@ -131,8 +154,38 @@ class _Decay:
         return self._exp(sums[:, :, None] - sums[:, None, :])
 
 
+class _Heads:
+    """What differs between the heads of a group: decay, gain and skip. Any of them may be absent."""
+
+    def __init__(self, g: Tensor | None, gain: Tensor | None, skip: Tensor | None) -> None:
+        self.decay = None if g is None else _Decay(g)
+        self.gain = gain  # [BG, N, C, R]
+        self.skip = skip  # [BG, R]
+        self.alike = g is None and gain is None and skip is None
+        #: Of v, for what a token writes to the chunk's end; of what a token reads from the chunk's first state.
+        write = None if self.decay is None else self.decay.write
+        self.write = write if gain is None else gain[..., None] if write is None else write * gain[..., None]
+        self.read = None if self.decay is None else self.decay.read
+
+    def scores(self, within: Tensor | None, scores: Tensor, head: int) -> Tensor:
+        """What token j adds of its v to the output of token i, ``[BG·N, C, C]``; overwrites ``within``."""
+        weights = scores.clone() if within is None else within.mul_(scores)
+        if self.gain is not None:
+            weights.mul_(self.gain[..., head].flatten(0, 1)[:, None])
+        if self.skip is not None:
+            chunks = weights.shape[0] // self.skip.shape[0]
+            own = self.skip[:, head].repeat_interleave(chunks)[:, None]
+            weights.diagonal(dim1=1, dim2=2).add_(own)
+        return weights
+
+
 def _per_head(x: Tensor, V: int) -> Tensor:
     return x.unflatten(-1, (-1, V))
+
+
+def _times(x: Tensor, factor: Tensor | None, V: int) -> Tensor:
+    """x ``[BG, C, RV]`` by one factor a token and head, ``[BG, C, R, 1]``."""
+    return x if factor is None else (_per_head(x, V) * factor).flatten(2)
 
 
 class _ScalarDecay(torch.autograd.Function):
@@ -143,6 +196,8 @@ class _ScalarDecay(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         g: Tensor | None,
+        gain: Tensor | None,
+        skip: Tensor | None,
         initial: Tensor | None,
         layout: ChunkLayout,
         scale: float,
@@ -151,13 +206,13 @@ class _ScalarDecay(torch.autograd.Function):
         V = v.shape[3]
         cut = _Cut(layout, q.shape[0], q.shape[2], torch.promote_types(v.dtype, torch.float32))
         q_, k_, v_ = cut.split(q), cut.split(k), cut.split(v)
-        decay = None if g is None else _Decay(cut.split(g))
+        heads = _cut_heads(cut, g, gain, skip, scale)
         start = None if initial is None else cut.split_state(initial)
-        o, states, end = _read_states(q_, k_, v_, decay, V, start, layout.resets, final)
-        _add_within(o, q_, k_, v_, decay, V)
+        o, states, end = _read_states(q_, k_, v_, heads, V, start, layout.resets, final)
+        _add_within(o, q_, k_, v_, heads, V)
         if scale != 1:
             o.mul_(scale)
-        ctx.save_for_backward(q, k, v, g, states)
+        ctx.save_for_backward(q, k, v, g, gain, skip, states)
         ctx.cut, ctx.scale, ctx.has_start = cut, scale, initial is not None
         ctx.set_materialize_grads(False)
         return cut.join(o, v), None if end is None else cut.join_state(end, V)
@@ -165,28 +220,41 @@ class _ScalarDecay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, g, states = ctx.saved_tensors
+        q, k, v, g, gain, skip, states = ctx.saved_tensors
         cut: _Cut = ctx.cut
         V = v.shape[3]
         do, d_end = grad_outputs
         q_, k_, v_ = cut.split(q), cut.split(k), cut.split(v)
         do_ = cut.split(torch.zeros_like(v) if do is None else do * ctx.scale if ctx.scale != 1 else do)
-        decay = None if g is None else _Decay(cut.split(g))
         end = None if d_end is None else cut.split_state(d_end)
-        grads = _Gradients(q_, k_, v_, do_, decay, V)
+        grads = _Gradients(q_, k_, v_, do_, _cut_heads(cut, g, gain, skip, ctx.scale), V)
         d_start = grads.through_states(states, end, cut.layout.resets, ctx.has_start)
         grads.within_chunks()
         dg = None if g is None else cut.join(grads.decays(), g)
+        d_gain = None if gain is None else cut.join(grads.gain, gain)
+        d_skip = None
+        if skip is not None:
+            d_skip = (grads.skip.view(cut.B, -1).sum(0) / ctx.scale).to(skip.dtype)
         d_initial = None if d_start is None else cut.join_state(d_start, V)
         dq, dk, dv = cut.join(grads.dq, q), cut.join(grads.dk, k), cut.join(grads.dv, v)
-        return dq, dk, dv, dg, d_initial, None, None, None
+        return dq, dk, dv, dg, d_gain, d_skip, d_initial, None, None, None
+
+
+def _cut_heads(cut: _Cut, g: Tensor | None, gain: Tensor | None, skip: Tensor | None, scale: float) -> _Heads:
+    """With a skip that the factor ``scale`` of the whole output leaves as it is."""
+    skip = cut.split_heads(skip)
+    return _Heads(
+        None if g is None else cut.split(g),
+        None if gain is None else cut.split(gain),
+        None if skip is None else skip / scale,
+    )
 
 
 def _read_states(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    decay: _Decay | None,
+    heads: _Heads,
     V: int,
     start: Tensor | None,
     resets: frozenset[int],
@@ -195,7 +263,6 @@ def _read_states(
     """What tokens read of earlier chunks ``[BG, N, C, RV]``, the states at chunk starts, the last state."""
     BG, N, _, K = q.shape
     o = torch.empty_like(v, memory_format=torch.contiguous_format)
-    written = v if decay is None else (_per_head(v, V) * decay.write).flatten(3)
     states = v.new_empty(BG, N, K, v.shape[3])
     end = None
     for n in range(N):
@@ -208,6 +275,8 @@ def _read_states(
             o[:, n] = 0
         else:
             o[:, n].baddbmm_(q[:, n], state, beta=0)
+            if heads.read is not None:
+                _per_head(o[:, n], V).mul_(heads.read[:, n])
         if n + 1 < N:
             if n + 1 in resets:
                 continue
@@ -216,47 +285,47 @@ def _read_states(
             after = end = torch.empty_like(state, memory_format=torch.contiguous_format)
         else:
             break
+        written = _times(v[:, n], None if heads.write is None else heads.write[:, n], V)
         if empty:
-            after.baddbmm_(k[:, n].mT, written[:, n], beta=0)
+            after.baddbmm_(k[:, n].mT, written, beta=0)
+            continue
+        if heads.decay is None:
+            after.copy_(state)
         else:
-            after.copy_(state if decay is None else (_per_head(state, V) * decay.whole[:, n]).flatten(2))
-            after.baddbmm_(k[:, n].mT, written[:, n])
-    if decay is not None:
-        _per_head(o, V).mul_(decay.read)
+            torch.mul(_per_head(state, V), heads.decay.whole[:, n], out=_per_head(after, V))
+        after.baddbmm_(k[:, n].mT, written)
     return o, states, end
 
 
-def _add_within(o: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: _Decay | None, V: int) -> None:
+def _add_within(o: Tensor, q: Tensor, k: Tensor, v: Tensor, heads: _Heads, V: int) -> None:
     """Add what each token reads of its own chunk. One head of a group at a time: the scores are large."""
     scores = (q.flatten(0, 1) @ k.flatten(0, 1).mT).tril_()
-    if decay is None:
+    if heads.alike:
         o.flatten(0, 1).baddbmm_(scores, v.flatten(0, 1))
         return
     o_, v_ = _per_head(o.flatten(0, 1), V), _per_head(v.flatten(0, 1), V)
     for r in range(v_.shape[2]):
-        o_[:, :, r] += torch.bmm(decay.within(r).mul_(scores), v_[:, :, r])
+        within = None if heads.decay is None else heads.decay.within(r)
+        o_[:, :, r] += torch.bmm(heads.scores(within, scores, r), v_[:, :, r])
 
 
 class _Gradients:
     """Backward of ``_read_states`` and ``_add_within``, all tensors by chunk."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, decay: _Decay | None, V: int) -> None:
-        self.q, self.k, self.v, self.do, self.decay, self.V = q, k, v, do, decay, V
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: _Heads, V: int) -> None:
+        self.q, self.k, self.v, self.do, self.heads, self.V = q, k, v, do, heads, V
         self.dq, self.dk, self.dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         # Gradients of sums of g: a token's own for what it reads, the chunk's for what is written and for what passes.
-        heads = (*v.shape[:3], v.shape[3] // V)
-        self.reads, self.passes = v.new_zeros(heads), v.new_zeros(heads[0], heads[1], 1, heads[3])
-        self.writes = self.reads
+        shape = (*v.shape[:3], v.shape[3] // V)
+        self.reads, self.passes = v.new_zeros(shape), v.new_zeros(shape[0], shape[1], 1, shape[3])
+        self.writes, self.gain = v.new_zeros(shape), v.new_zeros(shape)
+        self.skip = v.new_zeros(shape[0], shape[3])
 
     def through_states(
         self, states: Tensor, end: Tensor | None, resets: frozenset[int], has_start: bool
     ) -> Tensor | None:
         """Set dq, dk and dv to the part that runs through states; returns the gradient of the first state."""
-        q, k, V, decay = self.q, self.k, self.V, self.decay
-        do, written = self.do, self.v
-        if decay is not None:
-            do = (_per_head(do, V) * decay.read).flatten(3)
-            written = (_per_head(written, V) * decay.write).flatten(3)
+        q, k, v, V, heads, decay = self.q, self.k, self.v, self.V, self.heads, self.heads.decay
         d_after = end  # of the state after chunk n; None stands for zero
         for n in reversed(range(q.shape[1])):
             state = states[:, n]
@@ -265,26 +334,30 @@ class _Gradients:
                 self.dv[:, n] = 0
                 self.dk[:, n] = 0
             else:
-                self.dv[:, n].baddbmm_(k[:, n], d_after, beta=0)
-                self.dk[:, n].baddbmm_(written[:, n], d_after.mT, beta=0)
+                factor = None if heads.write is None else heads.write[:, n]
+                dv = self.dv[:, n].baddbmm_(k[:, n], d_after, beta=0)
+                self.dk[:, n].baddbmm_(_times(v[:, n], factor, V), d_after.mT, beta=0)
+                if factor is not None:
+                    written = _per_head(dv * v[:, n], V).sum(-1)
+                    if heads.gain is not None:
+                        self.gain[:, n] = written if decay is None else written * decay.write[:, n, :, :, 0]
+                    self.writes[:, n] = written.mul_(factor[..., 0])
+                    _per_head(dv, V).mul_(factor)
             if empty:
                 self.dq[:, n] = 0
                 d_after = None
                 continue
-            self.dq[:, n].baddbmm_(do[:, n], state.mT, beta=0)
+            do = _times(self.do[:, n], None if decay is None else decay.read[:, n], V)
+            self.dq[:, n].baddbmm_(do, state.mT, beta=0)
             if decay is not None:
-                self.reads[:, n] = _per_head(torch.bmm(q[:, n], state).mul_(do[:, n]), V).sum(-1)
+                self.reads[:, n] = _per_head(torch.bmm(q[:, n], state).mul_(do), V).sum(-1)
             if d_after is None:
-                d_after = torch.bmm(q[:, n].mT, do[:, n])
+                d_after = torch.bmm(q[:, n].mT, do)
                 continue
             if decay is not None:
                 _per_head(d_after, V).mul_(decay.whole[:, n])
                 self.passes[:, n] = _per_head((d_after * state).sum(1, keepdim=True), V).sum(-1)
-            d_after.baddbmm_(q[:, n].mT, do[:, n])
-        if decay is not None:
-            dv = _per_head(self.dv, V)
-            self.writes = (dv * _per_head(written, V)).sum(-1)
-            dv.mul_(decay.write)
+            d_after.baddbmm_(q[:, n].mT, do)
         return d_after
 
     def within_chunks(self) -> None:
@@ -293,24 +366,46 @@ class _Gradients:
             x.flatten(0, 1) for x in (self.q, self.k, self.v, self.do, self.dq, self.dk, self.dv)
         )
         scores = (q @ k.mT).tril_()
-        if self.decay is None:
+        if self.heads.alike:
             d_scores = do @ v.mT
             dv.baddbmm_(scores.mT, do)
         else:
-            reads = self.reads.flatten(0, 1)
-            earlier = scores.tril(-1)  # a token's own score has no decay
             d_scores = torch.zeros_like(scores)
             v, do, dv = (_per_head(x, self.V) for x in (v, do, dv))
+            earlier = scores.tril(-1)  # a token's own score has no decay
             for r in range(v.shape[2]):
-                within = self.decay.within(r)
-                d_within = torch.bmm(do[:, :, r], v[:, :, r].mT).mul_(within)
-                dv[:, :, r] += torch.bmm(within.mul_(scores).mT, do[:, :, r])
-                d_scores += d_within
-                d_within.mul_(earlier)
-                reads[:, :, r] += d_within.sum(2) - d_within.sum(1)
+                within = None if self.heads.decay is None else self.heads.decay.within(r)
+                d_within = torch.bmm(do[:, :, r], v[:, :, r].mT)
+                self._head(r, d_within, within, scores, earlier, d_scores)
+                dv[:, :, r] += torch.bmm(self.heads.scores(within, scores, r).mT, do[:, :, r])
         d_scores.tril_()
         dq.baddbmm_(d_scores, k)
         dk.baddbmm_(d_scores.mT, q)
+
+    def _head(
+        self, r: int, d_within: Tensor, within: Tensor | None, scores: Tensor, earlier: Tensor, d_scores: Tensor
+    ) -> None:
+        """Gradients of skip, scores, gain and decay, from that of what token i reads of the v of token j."""
+        own = d_within.diagonal(dim1=1, dim2=2)  # a view
+        if self.heads.skip is not None:
+            self.skip[:, r] = own.reshape(self.skip.shape[0], -1).sum(1)
+        if within is not None:
+            d_within.mul_(within)
+        gain = None if self.heads.gain is None else self.heads.gain[..., r].flatten(0, 1)
+        if gain is None:
+            d_scores += d_within
+        else:
+            d_scores.addcmul_(d_within, gain[:, None])
+            self.gain[..., r].flatten(0, 1).addcmul_(own, scores.diagonal(dim1=1, dim2=2))
+        d_within.mul_(earlier)
+        columns = d_within.sum(1)
+        if gain is None:
+            rows = d_within.sum(2)
+        else:
+            self.gain[..., r] += columns.view_as(self.gain[..., r])
+            rows = torch.bmm(d_within, gain[..., None])[..., 0]
+            columns *= gain
+        self.reads[..., r] += rows.sub_(columns).view_as(self.reads[..., r])
 
     def decays(self) -> Tensor:
         """The gradient of g, ``[BG, N, C, R]``: each g_t is part of the sums of tokens t … C-1 and of the chunk's."""
