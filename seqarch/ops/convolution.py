@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from seqarch.mixer import no_weight_decay
+from seqarch.ops.blocks import cache_blocks
 from seqarch.ops.rotary import positions
-
-_BLOCK = 1 << 16  # numbers
 
 
 class ShortConvolution(nn.Module):
@@ -59,18 +58,21 @@ class ShortConvolution(nn.Module):
             The output and the new state, which is None where none was given.
         """
         lags = self.kernel_size - 1
-        padded = F.pad(x, (0, 0, lags, 0)) if state is None else torch.cat((state.to(x.dtype), x), dim=1)
+        before = None if state is None else state.to(x.dtype)
         keep = None
         if cu_seqlens is not None:  # which of the K inputs of each token lie in its document, [K, T, 1]
             position = positions(x.shape[1], cu_seqlens=cu_seqlens, device=x.device)
             keep = (position >= torch.arange(lags, -1, -1, device=x.device)[:, None])[..., None]
         weight = self.weight[:, 0].T
         if torch.compiler.is_compiling():
-            y = _silu(_convolve(padded, weight, self.bias, keep), x.dtype)
+            y = _silu(_convolve(_window(x, before, lags, 0, x.shape[1]), weight, self.bias, keep), x.dtype)
         else:
-            y = _ShortConvolution.apply(padded, weight, self.bias, keep)
-        # A state has the dtype that it was made with.
-        return y, None if state is None else padded[:, padded.shape[1] - lags :].to(state.dtype)
+            y = _ShortConvolution.apply(x, before, weight, self.bias, keep)
+        if state is None:
+            return y, None
+        # A state has the dtype that it was made with, and does not hold on to x.
+        last = x[:, -lags:] if x.shape[1] >= lags else torch.cat((state[:, x.shape[1] :], x.to(state.dtype)), dim=1)
+        return y, last.to(state.dtype, copy=True)
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -110,6 +112,14 @@ def _silu(z: Tensor, dtype: torch.dtype) -> Tensor:
     return F.silu(z).to(dtype)
 
 
+def _window(x: Tensor, before: Tensor | None, lags: int, start: int, end: int) -> Tensor:
+    """Tokens start - lags … end - 1 of x ``[B, T, C]``, of which ``before``, or zeros, holds those under 0."""
+    if start >= lags:
+        return x[:, start - lags : end]
+    x = x[:, :end]
+    return (F.pad(x, (0, 0, lags, 0)) if before is None else torch.cat((before, x), dim=1))[:, start:]
+
+
 def _convolve(padded: Tensor, weight: Tensor, bias: Tensor | None, keep: Tensor | None) -> Tensor:
     """``[B, T, C]`` in at least float32, of padded ``[B, T+K-1, C]`` and weight ``[K, C]``."""
     K = len(weight)
@@ -129,42 +139,56 @@ class _ShortConvolution(torch.autograd.Function):
     """Keeps the input alone; backward convolves again. Goes through time in blocks that stay in a CPU's cache."""
 
     @staticmethod
-    def forward(ctx: Any, padded: Tensor, weight: Tensor, bias: Tensor | None, keep: Tensor | None) -> Tensor:
-        ctx.save_for_backward(padded, weight, bias, keep)
+    def forward(
+        ctx: Any, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, keep: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, before, weight, bias, keep)
         lags = len(weight) - 1
-        y = padded.new_empty(padded.shape[0], padded.shape[1] - lags, padded.shape[2])
-        for start, end in _blocks(y):
-            z = _convolve(padded[:, start : end + lags], weight, bias, None if keep is None else keep[:, start:end])
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for start, end in _blocks(x):
+            part = _window(x, before, lags, start, end)
+            z = _convolve(part, weight, bias, None if keep is None else keep[:, start:end])
             y[:, start:end] = F.silu(z, inplace=True)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        padded, weight, bias, keep = ctx.saved_tensors
-        wide = torch.promote_types(padded.dtype, torch.float32)
-        K = len(weight)
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, before, weight, bias, keep = ctx.saved_tensors
+        wide = torch.promote_types(x.dtype, torch.float32)
+        K, lags = len(weight), len(weight) - 1
         weight_ = weight.to(wide)
-        grad_padded = torch.zeros_like(padded, dtype=wide, memory_format=torch.contiguous_format)
+        grad_x = torch.empty_like(x, dtype=wide, memory_format=torch.contiguous_format)
+        grad_before = None if before is None else torch.zeros_like(before, dtype=wide)
         grad_weight = torch.zeros_like(weight_)
         grad_bias = torch.zeros_like(weight_[0])
-        for start, end in _blocks(grad_outputs[0]):
-            part = padded[:, start : end + K - 1].to(wide)
+        for start, end in _blocks(x):
+            part = _window(x, before, lags, start, end).to(wide)
             kept = None if keep is None else keep[:, start:end]
             z = _convolve(part, weight, bias, kept)
             grad = torch.ops.aten.silu_backward.default(grad_outputs[0][:, start:end].to(wide), z)
             if bias is not None:
                 grad_bias += grad.sum((0, 1))
-            for j in range(K):
+            for j in reversed(range(K)):
                 g = grad if kept is None else torch.mul(grad, kept[j], out=z)
-                grad_padded[:, start + j : end + j].addcmul_(g, weight_[j])
+                earlier = min(max(0, lags - j - start), end - start)  # how many of these tokens are of before
+                here = grad_x[:, max(0, start + j - lags) : max(0, end + j - lags)]
+                if j == lags:
+                    torch.mul(g, weight_[j], out=here)
+                else:
+                    here.addcmul_(g[:, earlier:], weight_[j])
+                if grad_before is not None and earlier:
+                    grad_before[:, start + j : start + j + earlier].addcmul_(g[:, :earlier], weight_[j])
                 grad_weight[j] += torch.mul(g, part[:, j : j + end - start], out=z).sum((0, 1))
-        grad_bias = None if bias is None else grad_bias.to(bias.dtype)
-        return grad_padded.to(padded.dtype), grad_weight.to(weight.dtype), grad_bias, None
+        return (
+            grad_x.to(x.dtype),
+            None if grad_before is None else grad_before.to(x.dtype),
+            grad_weight.to(weight.dtype),
+            None if bias is None else grad_bias.to(bias.dtype),
+            None,
+        )
 
 
 def _blocks(x: Tensor) -> list[tuple[int, int]]:
-    """Ranges of time, short enough on a CPU for a few copies of x ``[B, T, C]`` in the cache."""
-    T = x.shape[1]
-    size = max(1, _BLOCK // (x.shape[0] * x.shape[2])) if x.device.type == "cpu" else T
-    return [(start, min(T, start + size)) for start in range(0, T, size)]
+    """Ranges of time of ``[B, T, C]``."""
+    return cache_blocks(x.shape[1], x.shape[0] * x.shape[2], x.device)

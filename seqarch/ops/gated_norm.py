@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from seqarch.mixer import no_weight_decay
+from seqarch.ops.blocks import cache_blocks
 
 
 class GatedRMSNorm(nn.Module):
@@ -59,45 +61,59 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_
 
 
 class _GatedRMSNorm(torch.autograd.Function):
+    """Goes through rows in blocks that stay in a CPU's cache."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        silu = F.silu(gate.to(wide))
-        u = silu * x if gate_first else x.to(wide)
-        root = torch.linalg.vector_norm(u, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        root = x.new_empty((*x.shape[:-1], 1), dtype=wide)
+        for x_, gate_, y_, root_ in _blocks(weight, x, gate, y, root):
+            silu = F.silu(gate_.to(wide))
+            u = silu * x_ if gate_first else x_.to(wide)
+            norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+            r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            root_.copy_(r)
+            u = (u.mul_(r) if gate_first else u * r).mul_(weight)
+            y_.copy_(u if gate_first else u.mul_(silu))
         ctx.save_for_backward(x, gate, weight, root)
         ctx.gate_first = gate_first
-        y = u.mul_(root) if gate_first else u * root
-        y = y.mul_(weight)
-        return (y if gate_first else y.mul_(silu)).to(x.dtype)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, gate, weight, root = ctx.saved_tensors
-        wide = root.dtype
-        grad, z = grad_outputs[0].to(wide), gate.to(wide)
-        sigmoid = z.sigmoid()
-        silu = z * sigmoid
-        # SiLU'(z) = σ(z) + SiLU(z)·(1 - σ(z))
-        slope = torch.addcmul(silu, silu, sigmoid, value=-1).add_(sigmoid)
-        del z, sigmoid
-        normed = silu * x if ctx.gate_first else x.to(wide, copy=True)
-        normed.mul_(root)
-        if ctx.gate_first:
-            scaled = grad * weight
-            grad_gate = slope.mul_(x)
-        else:
-            grad_gate = slope.mul_(normed).mul_(weight).mul_(grad)
-            grad = silu.mul_(grad)
-            scaled = grad * weight
-        weighted = grad * normed
-        rows = x.ndim - weight.ndim
-        grad_weight = weighted.flatten(0, rows - 1).sum(0) if rows else weighted
-        # du = r·(g·w - n·mean(g·w·n)), with n = r·u
-        mean = torch.einsum("...d,...d->...", weighted, weight.to(wide)).div_(x.shape[-1]).unsqueeze(-1)
-        grad_x = scaled.addcmul_(normed, mean, value=-1).mul_(root)
-        if ctx.gate_first:
-            grad_gate.mul_(grad_x)
-            grad_x.mul_(silu)
-        return grad_x.to(x.dtype), grad_gate.to(gate.dtype), grad_weight.to(weight.dtype), None, None
+        wide, gate_first = root.dtype, ctx.gate_first
+        silu_backward = torch.ops.aten.silu_backward.default
+        grad_x, grad_gate = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, gate))
+        weight_ = weight.to(wide)
+        grad_weight = torch.zeros_like(weight_)
+        for x_, z, r, grad, dx, dz in _blocks(weight, x, gate, root, grad_outputs[0], grad_x, grad_gate):
+            grad, z = grad.to(wide), z.to(wide)
+            silu = F.silu(z)
+            normed = (silu if gate_first else r) * x_
+            if gate_first:
+                normed.mul_(r)
+            else:
+                dz.copy_(silu_backward((normed * weight_).mul_(grad), z))
+                grad = silu.mul_(grad)
+            scaled = grad * weight_
+            grad_weight += (normed * grad).flatten(0, x_.ndim - weight.ndim - 1).sum(0)
+            # du = r·(g·w - n·mean(g·w·n)), with n = r·u
+            mean = (scaled * normed).sum(-1, keepdim=True).div_(x.shape[-1])
+            du = scaled.addcmul_(normed, mean, value=-1).mul_(r)
+            if gate_first:
+                dz.copy_(silu_backward(du * x_, z))
+                du.mul_(silu)
+            dx.copy_(du)
+        return grad_x, grad_gate, grad_weight.to(weight.dtype), None, None
+
+
+def _blocks(weight: Tensor, *tensors: Tensor) -> Iterator[list[Tensor]]:
+    """Tensors ``[..., D]`` or ``[..., G, D]`` in pieces of the same rows, with one leading dimension or more."""
+    rows = tensors[0].ndim - weight.ndim
+    # More than two dimensions might not merge without a copy.
+    flat = [t[None] if rows == 0 else t.flatten(0, 1) if rows > 1 else t for t in tensors]
+    for start, end in cache_blocks(flat[0].shape[0], flat[0][:1].numel(), flat[0].device):
+        yield [t[start:end] for t in flat]
