@@ -22,7 +22,7 @@ from seqarch.ops.norm import RMSNorm
 from seqarch_deltanet.backends import fla_delta_rule, fla_fault
 from seqarch_deltanet.l2_norm import l2_normalize
 
-_CHUNK = 64
+_CHUNK = 32
 _EPS = 1e-5
 
 

@@ -12,9 +12,9 @@ write, Z = v - Sᵀk, solves a unit lower triangular system in the state S₀ at
     O = scale · (e^G Q S₀ + tril(Q bᵀ ⊙ Γ) Z)
     S₁ = e^{G_C} S₀ + (e^{G_C - G} b)ᵀ Z
 
-Everything but S is computed for all chunks at once. β appears in b alone, which makes β = 0 an ordinary case.
+Everything but S is computed for many chunks at once. β appears in b alone, which makes β = 0 an ordinary case.
 
-Shape legend: B batch, T tokens, H heads, K key and query size, V value size, N chunks, C chunk size, M = N·B·H.
+Shape legend: B batch, T tokens, H heads, K key and query size, V value size, N chunks, C chunk size.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from torch.autograd.function import once_differentiable
 
 from seqarch.ops.chunks import ChunkLayout, fitting_chunk_size
 
+_BLOCK = 1 << 18  # numbers
+
 
 def delta_rule(
     q: Tensor,
@@ -38,7 +40,7 @@ def delta_rule(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    chunk_size: int = 64,
+    chunk_size: int = 32,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence above over a sequence, in at least float32.
 
@@ -81,50 +83,58 @@ def _step(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, state
 
 
 class _Chunks(NamedTuple):
-    """What both passes need of q, k, β and g, for all chunks."""
+    """What both passes need of q, k, β and g, for a block of n chunks; M = n·B·H."""
 
     qk: Tensor  # [M, 2C, K], the chunk's queries, then its keys
-    k: Tensor  # [M, C, K], a view of it
     b: Tensor  # [M, C, K], βk
+    beta: Tensor  # [M, C, 1]
     qk_decayed: Tensor  # e^G qk
     b_decayed: Tensor  # e^{G_C - G} b
     gamma: Tensor | None  # [M, C, C], Γ on and below the diagonal, 0 above
     since: Tensor | None  # [M, C, 1], e^G
     until: Tensor | None  # [M, C, 1], e^{G_C - G}
-    decay: Tensor | None  # [N, B·H, 1, 1], e^{G_C}
+    decay: Tensor | None  # [n, B·H, 1, 1], e^{G_C}
 
 
-def _split(x: Tensor, layout: ChunkLayout) -> Tensor:
-    """``[B, T, H, …]`` to ``[N, B, H, C, …]``."""
-    x = layout.split(x)
-    return x.permute(1, 0, 3, 2, *range(4, x.ndim))
+def _blocks(layout: ChunkLayout, q: Tensor, V: int) -> list[range]:
+    """Ranges of chunks, short enough on a CPU for what is computed of them to stay in its cache."""
+    n = layout.n_chunks
+    size = n
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        B, _, H, K = q.shape
+        size = max(1, _BLOCK // (B * H * layout.chunk_size * (K + V)))
+    return [range(i, min(n, i + size)) for i in range(0, n, size)]
 
 
-def _join(x: Tensor, layout: ChunkLayout, like: Tensor) -> Tensor:
-    """``[M, C, …]`` to the shape and dtype of ``like``, ``[B, T, H, …]``."""
-    B, H = like.shape[0], like.shape[2]
-    x = x.view(layout.n_chunks, B, H, *x.shape[1:])
-    return layout.join(x.permute(1, 0, 3, 2, *range(4, x.ndim))).to(like.dtype)
+def _heads(x: Tensor, block: range) -> Tensor:
+    """The chunks of a block, ``[B, N, C, H, …]`` to a view ``[n, B, H, C, …]``."""
+    return x[:, block.start : block.stop].permute(1, 0, 3, 2, *range(4, x.ndim))
 
 
-def _prepare(q: Tensor, k: Tensor, beta: Tensor, g: Tensor | None, layout: ChunkLayout, wide: torch.dtype) -> _Chunks:
-    B, _, H, K = q.shape
-    N, C = layout.n_chunks, layout.chunk_size
-    qk = q.new_empty((N, B, H, 2, C, K), dtype=wide)
-    qk[..., 0, :, :] = _split(q, layout)
-    qk[..., 1, :, :] = _split(k, layout)
+def _prepare(q: Tensor, k: Tensor, beta: Tensor, g: Tensor | None, block: range, wide: torch.dtype) -> _Chunks:
+    """Of split q, k, beta and g."""
+    q, k = _heads(q, block), _heads(k, block)
+    *many, C, K = q.shape
+    qk = q.new_empty((*many, 2, C, K), dtype=wide)
+    qk[..., 0, :, :] = q
+    qk[..., 1, :, :] = k
     qk = qk.view(-1, 2 * C, K)
-    k = qk[:, C:]
-    b = k * _split(beta, layout).to(wide).reshape(-1, C, 1)
+    beta = _heads(beta, block).to(wide).reshape(-1, C, 1)
+    b = qk[:, C:] * beta
     if g is None:
-        return _Chunks(qk, k, b, qk, b, None, None, None, None)
+        return _Chunks(qk, b, beta, qk, b, None, None, None, None)
     # In float64: the difference of two large sums would keep too few digits.
-    G = _split(g, layout).reshape(-1, C).cumsum(-1, dtype=torch.float64)
+    G = _heads(g, block).reshape(-1, C).cumsum(-1, dtype=torch.float64)
     # Above the diagonal the exponent would be positive.
     gamma = (G[:, :, None] - G[:, None, :]).to(wide).clamp_(max=0).exp_().tril_()
     since, until = G.to(wide).exp()[..., None], (G[:, -1:] - G).to(wide).exp_()[..., None]
     qk_decayed = (qk.view(-1, 2, C, K) * since[:, None]).view(-1, 2 * C, K)
-    return _Chunks(qk, k, b, qk_decayed, b * until, gamma, since, until, since[:, -1].reshape(N, B * H, 1, 1))
+    return _Chunks(qk, b, beta, qk_decayed, b * until, gamma, since, until, since[:, -1].reshape(len(block), -1, 1, 1))
+
+
+def _decayed(state: Tensor, decay: Tensor | None, i: int, out: Tensor) -> Tensor:
+    """The state after the decay of the i-th chunk of a block."""
+    return out.copy_(state) if decay is None else torch.mul(state, decay[i], out=out)
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -142,97 +152,116 @@ class _DeltaRule(torch.autograd.Function):
         scale: float,
         layout: ChunkLayout,
     ) -> tuple[Tensor, Tensor]:
-        N, C = layout.n_chunks, layout.chunk_size
-        K, V = state.shape[-2:]
-        c = _prepare(q, k, beta, g, layout, state.dtype)
-        scores = torch.bmm(c.qk, c.b.mT)
-        p, a = scores[:, :C], scores[:, C:]
-        if c.gamma is None:
-            p.tril_()
-        else:
-            scores.view(-1, 2, C, C).mul_(c.gamma[:, None])
-        eye = torch.eye(C, dtype=a.dtype, device=a.device)
-        # What lies on and above the diagonal of a is not read.
-        inverse = torch.linalg.solve_triangular(a, eye.expand_as(a), upper=False, unitriangular=True)
-        z = torch.bmm(inverse, _split(v, layout).to(state.dtype).reshape(-1, C, V)).view(N, -1, C, V)
-        w = torch.bmm(inverse, c.qk_decayed[:, C:]).view(N, -1, C, K)
-        b_decayed = c.b_decayed.view(N, -1, C, K)
+        N, C, V = layout.n_chunks, layout.chunk_size, v.shape[-1]
         S = state.flatten(0, 1)
-        states = S.new_empty((N + 1, *S.shape))
-        for n in range(N):
-            if n in layout.resets:
-                S = torch.zeros_like(S)
-            states[n] = S
-            z[n].baddbmm_(w[n], S, alpha=-1)
-            S = torch.baddbmm(S if c.decay is None else S * c.decay[n], b_decayed[n].mT, z[n])
-        states[N] = S
-        z = z.view(-1, C, V)
-        o = torch.bmm(c.qk_decayed[:, :C], states[:N].view(-1, K, V))
-        o = o.baddbmm_(p, z, beta=scale, alpha=scale)
+        HB, K = S.shape[:2]
+        qs, ks, vs, betas = (layout.split(x) for x in (q, k, v, beta))
+        gs = None if g is None else layout.split(g)
+        o = torch.empty_like(vs, memory_format=torch.contiguous_format)
+        z = S.new_empty((N, HB, C, V))
+        inverse = S.new_empty((N, HB, C, C))
+        states = S.new_empty((N + 1, HB, K, V))
+        states[0] = S
+        eye = torch.eye(C, dtype=S.dtype, device=S.device)
+        for block in _blocks(layout, q, V):
+            c = _prepare(qs, ks, betas, gs, block, S.dtype)
+            scores = torch.bmm(c.qk, c.b.mT)
+            if c.gamma is None:
+                scores[:, :C].tril_()
+            else:
+                scores.view(-1, 2, C, C).mul_(c.gamma[:, None])
+            # What lies on and above the diagonal of a is not read.
+            inverse[block.start : block.stop] = torch.linalg.solve_triangular(
+                scores[:, C:], eye.expand(len(scores), C, C), upper=False, unitriangular=True
+            ).view(-1, HB, C, C)
+            p = scores.view(-1, HB, 2 * C, C)[:, :, :C]
+            qk_decayed, b_decayed = c.qk_decayed.view(-1, HB, 2 * C, K), c.b_decayed.view(-1, HB, C, K)
+            wanted = _heads(vs, block).to(S.dtype).reshape(-1, HB, C, V)
+            out = S.new_empty((len(block), HB, C, V))
+            for i, n in enumerate(block):
+                if n in layout.resets:
+                    states[n].zero_()
+                seen = torch.bmm(qk_decayed[i], states[n])
+                torch.bmm(inverse[n], wanted[i] - seen[:, C:], out=z[n])
+                out[i] = seen[:, :C]
+                out[i].baddbmm_(p[i], z[n], beta=scale, alpha=scale)
+                _decayed(states[n], c.decay, i, out=states[n + 1]).baddbmm_(b_decayed[i].mT, z[n])
+            _heads(o, block).copy_(out.view(len(block), v.shape[0], -1, C, V))
         ctx.save_for_backward(q, k, beta, g, z, states, inverse)
         ctx.scale, ctx.layout, ctx.v_dtype = scale, layout, v.dtype
-        return _join(o, layout, v), S.view_as(state)
+        return layout.join(o), states[N].clone().view_as(state)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, beta, g, z, states, inverse = ctx.saved_tensors
         layout: ChunkLayout = ctx.layout
-        N, C = layout.n_chunks, layout.chunk_size
-        K, V = states.shape[-2:]
-        c = _prepare(q, k, beta, g, layout, states.dtype)
-        do, d_final = grad_outputs
-        # e holds the gradients of o and, negated, of v: every row of qk meets S₀ and z in a product with its row of e.
-        e = z.new_empty((z.shape[0], 2, C, V))
-        e[:, 0] = _split(do, layout).reshape(-1, C, V)
-        e[:, 0].mul_(ctx.scale)
-        p = torch.bmm(c.qk[:, :C], c.b.mT)
-        p = p.tril_() if c.gamma is None else p.mul_(c.gamma)
-        dv = torch.bmm(inverse.mT, torch.bmm(p.mT, e[:, 0])).view(N, -1, C, V)
-        w = torch.bmm(inverse.mT, c.b_decayed).view(N, -1, C, K)
-        qk_decayed = c.qk_decayed.view(N, -1, 2 * C, K)
-        e = e.view(N, -1, 2 * C, V)
-        dS = d_final.flatten(0, 1)
-        d_states = torch.empty_like(states[:N])  # of the state at each chunk's end
-        for n in reversed(range(N)):
-            d_states[n] = dS
-            dv[n].baddbmm_(w[n], dS)
-            e[n, :, C:] = -dv[n]
-            dS = torch.baddbmm(dS if c.decay is None else dS * c.decay[n], qk_decayed[n].mT, e[n])
-            if n in layout.resets:
-                dS = torch.zeros_like(dS)
-        d_state = dS.view(beta.shape[0], -1, K, V)
-        starts, d_states, e = states[:N].view(-1, K, V), d_states.view(-1, K, V), e.view(-1, 2 * C, V)
-        d_scores = torch.bmm(e, z.mT).view(-1, 2, C, C)
-        if c.gamma is None:
-            d_scores[:, 0].tril_()
-        else:
-            d_scores.mul_(c.gamma[:, None])
-        d_scores[:, 1].tril_(-1)
-        d_scores = d_scores.view(-1, 2 * C, C)
-        d_qk = torch.bmm(e, starts.mT)
-        db = torch.bmm(z, d_states.mT)
-        if c.since is not None and c.until is not None:
-            d_qk.view(-1, 2, C, K).mul_(c.since[:, None])
-            db.mul_(c.until)
-        d_qk.baddbmm_(d_scores, c.b)
-        db.baddbmm_(d_scores.mT, c.qk)
-        d_beta = (c.k * db).sum(-1)
-        steps = _split(beta, layout).to(db.dtype).reshape(-1, C)
-        dg = None
-        if g is not None:
-            # q and k meet e^G, b meets e^-G; e^{G_C} meets all that the state at the chunk's end consists of.
-            dG = (c.qk * d_qk).sum(-1).view(-1, 2, C).sum(1) - steps * d_beta
-            dG[:, -1:] += torch.bmm(states[1:].view(-1, 1, K * V), d_states.view(-1, K * V, 1))[..., 0]
-            dg = _join(dG.flip(-1).cumsum(-1).flip(-1), layout, g)
-        dq, dk = d_qk[:, :C], d_qk[:, C:].addcmul(db, steps[..., None])
-        return (
-            _join(dq, layout, q),
-            _join(dk, layout, k),
-            _join(dv.view(-1, C, V), layout, do).to(ctx.v_dtype),
-            _join(d_beta, layout, beta),
-            dg,
-            d_state,
-            None,
-            None,
-        )
+        C = layout.chunk_size
+        HB, K, V = states.shape[1:]
+        wide = states.dtype
+        blocks = _blocks(layout, q, V)
+        do, d_final = layout.split(grad_outputs[0]), grad_outputs[1]
+        qs, ks, betas = (layout.split(x) for x in (q, k, beta))
+        dq, dk, dbeta = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (qs, ks, betas))
+        dv = torch.empty_like(do, dtype=ctx.v_dtype, memory_format=torch.contiguous_format)
+        gs = None if g is None else layout.split(g)
+        dg = None if gs is None else torch.empty_like(gs, memory_format=torch.contiguous_format)
+        # One more than a block has chunks: of the state at each one's start, and at the end of the last.
+        d_states = states.new_empty((max(map(len, blocks)) + 1, HB, K, V))
+        d_states[0] = d_final.flatten(0, 1)
+        for block in reversed(blocks):
+            n_block = len(block)
+            d_states[n_block] = d_states[0]
+            heads = (n_block, beta.shape[0], -1, C)
+            c = _prepare(qs, ks, betas, gs, block, wide)
+            # e holds the gradients of o and, negated, of v: every row of qk meets S₀ and z in a product with its row
+            # of e.
+            e = states.new_empty((n_block, HB, 2 * C, V))
+            e.view(*heads[:2], -1, 2, C, V)[:, :, :, 0] = _heads(do, block)
+            e[:, :, :C].mul_(ctx.scale)
+            p = torch.bmm(c.qk[:, :C], c.b.mT)
+            p = p.tril_() if c.gamma is None else p.mul_(c.gamma)
+            dz = torch.bmm(p.mT, e.view(-1, 2 * C, V)[:, :C]).view(n_block, HB, C, V)
+            qk_decayed, b_decayed = c.qk_decayed.view(-1, HB, 2 * C, K), c.b_decayed.view(-1, HB, C, K)
+            du = torch.empty_like(dz)
+            for i in reversed(range(n_block)):
+                n = block[i]
+                dz[i].baddbmm_(b_decayed[i], d_states[i + 1])
+                e[i, :, C:] = torch.bmm(inverse[n].mT, dz[i], out=du[i]).neg()
+                if n in layout.resets:
+                    d_states[i].zero_()
+                else:
+                    _decayed(d_states[i + 1], c.decay, i, out=d_states[i]).baddbmm_(qk_decayed[i].mT, e[i])
+            _heads(dv, block).copy_(du.view(*heads, V))
+            chunks = slice(block.start, block.stop)
+            starts, ends, written = (
+                x.flatten(0, 1) for x in (states[chunks], states[block.start + 1 : block.stop + 1], z[chunks])
+            )
+            e, d_ends = e.flatten(0, 1), d_states[1 : n_block + 1].flatten(0, 1)
+            d_scores = torch.bmm(e, written.mT).view(-1, 2, C, C)
+            if c.gamma is None:
+                d_scores[:, 0].tril_()
+            else:
+                d_scores.mul_(c.gamma[:, None])
+            d_scores[:, 1].tril_(-1)
+            d_scores = d_scores.view(-1, 2 * C, C)
+            d_qk = torch.bmm(e, starts.mT)
+            db = torch.bmm(written, d_ends.mT)
+            if c.since is not None and c.until is not None:
+                d_qk.view(-1, 2, C, K).mul_(c.since[:, None])
+                db.mul_(c.until)
+            d_qk.baddbmm_(d_scores, c.b)
+            db.baddbmm_(d_scores.mT, c.qk)
+            d_beta = (c.qk[:, C:] * db).sum(-1)
+            _heads(dbeta, block).copy_(d_beta.view(heads))
+            if dg is not None:
+                # q and k meet e^G, b meets e^-G; e^{G_C} meets all that the state at the chunk's end consists of.
+                dG = (c.qk * d_qk).sum(-1).view(-1, 2, C).sum(1) - c.beta[..., 0] * d_beta
+                dG[:, -1:] += (ends * d_ends).sum((1, 2))[:, None]
+                _heads(dg, block).copy_(dG.flip(-1).cumsum(-1).flip(-1).view(heads))
+            d_qk[:, C:].addcmul_(db, c.beta)
+            d_qk = d_qk.view(*heads[:2], -1, 2, C, K)
+            _heads(dq, block).copy_(d_qk[:, :, :, 0])
+            _heads(dk, block).copy_(d_qk[:, :, :, 1])
+        grads = [None if x is None else layout.join(x) for x in (dq, dk, dv, dbeta, dg)]
+        return *grads, d_states[0].view(beta.shape[0], -1, K, V), None, None
