@@ -135,6 +135,34 @@ def _convolve(padded: Tensor, weight: Tensor, bias: Tensor | None, keep: Tensor 
     return out
 
 
+def _block_convolve(part: Tensor, weight: Tensor, bias: Tensor | None, keep: Tensor | None) -> Tensor:
+    """``_convolve`` without a graph, by a library where it has a kernel."""
+    if keep is None and _has_depthwise(part):
+        return _depthwise(part, weight, bias)
+    return _convolve(part, weight, bias, keep)
+
+
+def _has_depthwise(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+
+
+def _depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, padding: int = 0) -> Tensor:
+    """Of x ``[B, T, C]`` and weight ``[K, C]``: as an image of height 1, channels last, it needs no transposition."""
+    kernel = weight.to(x.dtype).T[:, None, None]
+    bias = None if bias is None else bias.to(x.dtype)
+    return F.conv2d(x.mT[:, :, None], kernel, bias, padding=(0, padding), groups=x.shape[2])[:, :, 0].mT
+
+
+def _spread(grad_x: Tensor, grad_before: Tensor | None, g: Tensor, weight: Tensor, start: int) -> None:
+    """Add g ⊙ weight to the gradient of the tokens from ``start`` on, which are ``before``'s where under 0."""
+    end = start + g.shape[1]
+    earlier = min(max(0, -start), g.shape[1])
+    grad_x[:, max(0, start) : max(0, end)].addcmul_(g[:, earlier:], weight)
+    if grad_before is not None and earlier:
+        first = grad_before.shape[1] + start
+        grad_before[:, first : first + earlier].addcmul_(g[:, :earlier], weight)
+
+
 class _ShortConvolution(torch.autograd.Function):
     """Keeps the input alone; backward convolves again. Goes through time in blocks that stay in a CPU's cache."""
 
@@ -145,9 +173,9 @@ class _ShortConvolution(torch.autograd.Function):
         ctx.save_for_backward(x, before, weight, bias, keep)
         lags = len(weight) - 1
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for start, end in _blocks(x):
+        for start, end in _blocks(x, keep):
             part = _window(x, before, lags, start, end)
-            z = _convolve(part, weight, bias, None if keep is None else keep[:, start:end])
+            z = _block_convolve(part, weight, bias, None if keep is None else keep[:, start:end])
             y[:, start:end] = F.silu(z, inplace=True)
         return y
 
@@ -162,23 +190,25 @@ class _ShortConvolution(torch.autograd.Function):
         grad_before = None if before is None else torch.zeros_like(before, dtype=wide)
         grad_weight = torch.zeros_like(weight_)
         grad_bias = torch.zeros_like(weight_[0])
-        for start, end in _blocks(x):
+        for start, end in _blocks(x, keep):
             part = _window(x, before, lags, start, end).to(wide)
             kept = None if keep is None else keep[:, start:end]
-            z = _convolve(part, weight, bias, kept)
+            z = _block_convolve(part, weight, bias, kept)
             grad = torch.ops.aten.silu_backward.default(grad_outputs[0][:, start:end].to(wide), z)
             if bias is not None:
                 grad_bias += grad.sum((0, 1))
-            for j in reversed(range(K)):
+            fast = kept is None and before is None and _has_depthwise(grad)
+            if fast:
+                spread = _depthwise(grad, weight_.flip(0), None, padding=lags)
+                grad_x[:, start:end] = spread[:, lags:]
+                earlier = min(start, lags)
+                grad_x[:, start - earlier : start] += spread[:, lags - earlier : lags]
+            else:
+                grad_x[:, start:end] = 0
+            for j in range(K):
                 g = grad if kept is None else torch.mul(grad, kept[j], out=z)
-                earlier = min(max(0, lags - j - start), end - start)  # how many of these tokens are of before
-                here = grad_x[:, max(0, start + j - lags) : max(0, end + j - lags)]
-                if j == lags:
-                    torch.mul(g, weight_[j], out=here)
-                else:
-                    here.addcmul_(g[:, earlier:], weight_[j])
-                if grad_before is not None and earlier:
-                    grad_before[:, start + j : start + j + earlier].addcmul_(g[:, :earlier], weight_[j])
+                if not fast:
+                    _spread(grad_x, grad_before, g, weight_[j], start + j - lags)
                 grad_weight[j] += torch.mul(g, part[:, j : j + end - start], out=z).sum((0, 1))
         return (
             grad_x.to(x.dtype),
@@ -189,6 +219,7 @@ class _ShortConvolution(torch.autograd.Function):
         )
 
 
-def _blocks(x: Tensor) -> list[tuple[int, int]]:
-    """Ranges of time of ``[B, T, C]``."""
-    return cache_blocks(x.shape[1], x.shape[0] * x.shape[2], x.device)
+def _blocks(x: Tensor, keep: Tensor | None) -> list[tuple[int, int]]:
+    """Ranges of time of ``[B, T, C]``; longer where a library convolves, each call of which costs some time."""
+    numbers = 1 << 19 if keep is None and _has_depthwise(x) else 1 << 16
+    return cache_blocks(x.shape[1], x.shape[0] * x.shape[2], x.device, numbers)

@@ -74,8 +74,8 @@ class _GatedRMSNorm(torch.autograd.Function):
             norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
             r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
             root_.copy_(r)
-            u = (u.mul_(r) if gate_first else u * r).mul_(weight)
-            y_.copy_(u if gate_first else u.mul_(silu))
+            u = u.mul_(r) if gate_first else (u * r).mul_(silu)
+            torch.mul(u, weight, out=y_)
         ctx.save_for_backward(x, gate, weight, root)
         ctx.gate_first = gate_first
         return y
@@ -102,11 +102,11 @@ class _GatedRMSNorm(torch.autograd.Function):
             grad_weight += (normed * grad).flatten(0, x_.ndim - weight.ndim - 1).sum(0)
             # du = r·(g·w - n·mean(g·w·n)), with n = r·u
             mean = (scaled * normed).sum(-1, keepdim=True).div_(x.shape[-1])
-            du = scaled.addcmul_(normed, mean, value=-1).mul_(r)
+            du = scaled.addcmul_(normed, mean, value=-1)
             if gate_first:
+                du.mul_(r)
                 dz.copy_(silu_backward(du * x_, z))
-                du.mul_(silu)
-            dx.copy_(du)
+            torch.mul(du, silu if gate_first else r, out=dx)
         return grad_x, grad_gate, grad_weight.to(weight.dtype), None, None
 
 

@@ -100,3 +100,17 @@ def test_token_shift():
     shifted, state = token_shift(x, state=torch.full((1, 1), 9.0))
     assert shifted.flatten().tolist() == [9, 1, 2, 3, 4, 5]
     assert state.tolist() == [[6]]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("T", "kernel_size"), [(1, 4), (2, 4), (300, 4), (70, 2)])
+def test_float32_in_several_blocks(batch, T, kernel_size):
+    conv = build(600, kernel_size)
+    x = torch.randn(batch, T, 620, dtype=torch.float64)[..., 7:607].requires_grad_()
+    want = reference(conv, x)
+    wanted = grads(want, x, conv)
+    conv.float()
+    short = x.detach().float().requires_grad_()
+    y, _ = conv(short)
+    for a, b in zip((y, *grads(y.double(), short, conv)), (want, *wanted), strict=True):
+        assert (a.double() - b).norm() < 1e-6 * b.norm()
