@@ -137,6 +137,27 @@ def _decayed(state: Tensor, decay: Tensor | None, i: int, out: Tensor) -> Tensor
     return out.copy_(state) if decay is None else torch.mul(state, decay[i], out=out)
 
 
+def _d_log_decays(
+    c: _Chunks, scores: Tensor, d_scores: Tensor, d_qk: Tensor, db: Tensor, starts: Tensor, d_ends: Tensor
+) -> Tensor:
+    """The gradient of g ``[M, C]``; d_qk and db are what the states at the chunk's ends give. Overwrites scores.
+
+    Where an exponent is 0, on the diagonal and for the last token's write, nothing enters. As a difference of q·dq and
+    b·db the gradient of a strong decay, which is small, would drown in the rounding of such terms.
+    """
+    C = scores.shape[-1]
+    assert c.decay is not None
+    # Γ_ij meets G_i, and G_j negated.
+    met = scores.view(-1, 2, C, C).mul_(d_scores).sum(1).tril_(-1)
+    dG = met.sum(-1) - met.sum(-2)
+    dG += (c.qk * d_qk).sum(-1).view(-1, 2, C).sum(1)
+    written = (c.b * db).sum(-1)
+    written[:, -1] = 0
+    dG -= written
+    dG[:, -1] += written.sum(-1) + c.decay.flatten() * (starts * d_ends).sum((1, 2))
+    return dG.flip(-1).cumsum(-1).flip(-1)
+
+
 class _DeltaRule(torch.autograd.Function):
     """Keeps q, k, β, g, what the tokens write, the states between chunks, and (I + a)⁻¹."""
 
@@ -219,9 +240,11 @@ class _DeltaRule(torch.autograd.Function):
             e = states.new_empty((n_block, HB, 2 * C, V))
             e.view(*heads[:2], -1, 2, C, V)[:, :, :, 0] = _heads(do, block)
             e[:, :, :C].mul_(ctx.scale)
-            p = torch.bmm(c.qk[:, :C], c.b.mT)
-            p = p.tril_() if c.gamma is None else p.mul_(c.gamma)
-            dz = torch.bmm(p.mT, e.view(-1, 2 * C, V)[:, :C]).view(n_block, HB, C, V)
+            if c.gamma is None:
+                scores = torch.bmm(c.qk[:, :C], c.b.mT).tril_()
+            else:
+                scores = torch.bmm(c.qk, c.b.mT).view(-1, 2, C, C).mul_(c.gamma[:, None]).view(-1, 2 * C, C)
+            dz = torch.bmm(scores[:, :C].mT, e.view(-1, 2 * C, V)[:, :C]).view(n_block, HB, C, V)
             qk_decayed, b_decayed = c.qk_decayed.view(-1, HB, 2 * C, K), c.b_decayed.view(-1, HB, C, K)
             du = torch.empty_like(dz)
             for i in reversed(range(n_block)):
@@ -234,31 +257,25 @@ class _DeltaRule(torch.autograd.Function):
                     _decayed(d_states[i + 1], c.decay, i, out=d_states[i]).baddbmm_(qk_decayed[i].mT, e[i])
             _heads(dv, block).copy_(du.view(*heads, V))
             chunks = slice(block.start, block.stop)
-            starts, ends, written = (
-                x.flatten(0, 1) for x in (states[chunks], states[block.start + 1 : block.stop + 1], z[chunks])
-            )
+            starts, written = states[chunks].flatten(0, 1), z[chunks].flatten(0, 1)
             e, d_ends = e.flatten(0, 1), d_states[1 : n_block + 1].flatten(0, 1)
             d_scores = torch.bmm(e, written.mT).view(-1, 2, C, C)
-            if c.gamma is None:
+            d_qk = torch.bmm(e, starts.mT)
+            db = torch.bmm(written, d_ends.mT)
+            if c.gamma is None or c.since is None or c.until is None or c.decay is None:
                 d_scores[:, 0].tril_()
             else:
+                d_qk.view(-1, 2, C, K).mul_(c.since[:, None])
+                db.mul_(c.until)
+                if dg is not None:
+                    _heads(dg, block).copy_(_d_log_decays(c, scores, d_scores, d_qk, db, starts, d_ends).view(heads))
                 d_scores.mul_(c.gamma[:, None])
             d_scores[:, 1].tril_(-1)
             d_scores = d_scores.view(-1, 2 * C, C)
-            d_qk = torch.bmm(e, starts.mT)
-            db = torch.bmm(written, d_ends.mT)
-            if c.since is not None and c.until is not None:
-                d_qk.view(-1, 2, C, K).mul_(c.since[:, None])
-                db.mul_(c.until)
             d_qk.baddbmm_(d_scores, c.b)
             db.baddbmm_(d_scores.mT, c.qk)
             d_beta = (c.qk[:, C:] * db).sum(-1)
             _heads(dbeta, block).copy_(d_beta.view(heads))
-            if dg is not None:
-                # q and k meet e^G, b meets e^-G; e^{G_C} meets all that the state at the chunk's end consists of.
-                dG = (c.qk * d_qk).sum(-1).view(-1, 2, C).sum(1) - c.beta[..., 0] * d_beta
-                dG[:, -1:] += (ends * d_ends).sum((1, 2))[:, None]
-                _heads(dg, block).copy_(dG.flip(-1).cumsum(-1).flip(-1).view(heads))
             d_qk[:, C:].addcmul_(db, c.beta)
             d_qk = d_qk.view(*heads[:2], -1, 2, C, K)
             _heads(dq, block).copy_(d_qk[:, :, :, 0])
