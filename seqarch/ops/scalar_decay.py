@@ -289,10 +289,9 @@ def _read_states(
         if empty:
             after.baddbmm_(k[:, n].mT, written, beta=0)
             continue
-        if heads.decay is None:
-            after.copy_(state)
-        else:
-            torch.mul(_per_head(state, V), heads.decay.whole[:, n], out=_per_head(after, V))
+        after.copy_(state)
+        if heads.decay is not None:
+            _per_head(after, V).mul_(heads.decay.whole[:, n])
         after.baddbmm_(k[:, n].mT, written)
     return o, states, end
 
