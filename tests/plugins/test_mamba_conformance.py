@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import pytest
+
 from seqarch.testing import parametrize_with_mixer_checks
 from seqarch_mamba import Mamba1, Mamba2
 
@@ -9,6 +11,8 @@ MAMBA1 = partial(Mamba1, state_dim=4)
 MAMBA2 = partial(Mamba2, head_dim=8, state_dim=4, chunk_size=16)
 
 
+# torch.compile's own
+@pytest.mark.filterwarnings("ignore:.*_prims_common.check. is deprecated:FutureWarning")
 @parametrize_with_mixer_checks(
     [
         ("mamba1", MAMBA1),
