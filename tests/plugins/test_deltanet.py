@@ -1,6 +1,7 @@
 """DeltaNet and Gated DeltaNet: against fla's and transformers' layers, and each option against what it says."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -100,8 +101,8 @@ def test_default_sizes_give_the_parameters_of_the_papers(d_model, tolerance):
         assert n == pytest.approx(times * d_model**2, rel=tolerance)
 
 
-def qwen(n_heads, n_v_heads, head_dim, v_dim, d_model=32):
-    """transformers' layer, and its parameters under our names."""
+def qwen(n_heads, n_v_heads, head_dim, v_dim, weak, d_model=32):
+    """transformers' layer, with weak decays or its own initial ones, and its parameters under our names."""
     from transformers import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
@@ -117,7 +118,7 @@ def qwen(n_heads, n_v_heads, head_dim, v_dim, d_model=32):
     torch.manual_seed(0)
     layer = Qwen3NextGatedDeltaNet(config, layer_idx=0)
     with torch.no_grad():
-        layer.dt_bias.uniform_(-4, -1)  # it sums log decays in float32, which strong ones would show
+        layer.dt_bias.uniform_(-4, -1) if weak else layer.dt_bias.fill_(1)
         layer.norm.weight.uniform_(0.5, 1.5)
     source = layer.state_dict()
     group = n_v_heads // n_heads
@@ -136,28 +137,49 @@ def qwen(n_heads, n_v_heads, head_dim, v_dim, d_model=32):
     return layer, ours | {"o_norm.weight": source["norm.weight"], "o_proj.weight": source["out_proj.weight"]}
 
 
-@pytest.mark.filterwarnings(NO_TRITON)
-@pytest.mark.parametrize("T", [1, 50, 64, 200])
-@pytest.mark.parametrize("sizes", [(2, 2, 16, 16), (2, 4, 8, 16)])
-def test_agrees_with_transformers_qwen3_next(monkeypatch, sizes, T):
+def errors_of_both(monkeypatch, sizes, T, weak):
+    """Of our float32 layer and transformers': y and the gradients of x, A_log and dt_bias, against float64."""
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):  # not fla's, whose kernels need a GPU
         monkeypatch.setattr(modeling, name, inspect.unwrap(getattr(modeling, name)))
-    theirs, state_dict = qwen(*sizes)
+    theirs, state_dict = qwen(*sizes, weak)
     n_heads, n_v_heads, head_dim, v_dim = sizes
-    ours = GatedDeltaNet(
-        32, n_heads=n_heads, n_v_heads=n_v_heads, head_dim=head_dim, expand_v=v_dim / head_dim, backend="torch"
-    )
+    options = {"n_heads": n_heads, "n_v_heads": n_v_heads, "head_dim": head_dim, "expand_v": v_dim / head_dim}
+    ours, plain = (GatedDeltaNet(32, **options, backend="torch") for _ in range(2))
     ours.load_state_dict(state_dict)
+    plain.load_state_dict(state_dict)
     results = []
-    for layer in (ours, theirs):
-        x = torch.randn(2, T, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        y = layer(x)
-        y = y[0] if isinstance(y, tuple) else y
+    for layer, function in (
+        (plain.double(), partial(reference, plain)),
+        (ours, lambda x: ours(x)[0]),
+        (theirs, theirs),
+    ):
+        x = torch.randn(2, T, 32, generator=torch.Generator().manual_seed(1))
+        x = x.to(layer.A_log.dtype).requires_grad_()
+        y = function(x)
         y.square().sum().backward()
-        results.append((y, x.grad, layer.A_log.grad, layer.dt_bias.grad))
-    for a, e in zip(*results, strict=True):
-        assert (a - e).norm() <= 1e-4 * e.norm()
+        results.append([t.double() for t in (y.detach(), x.grad, layer.A_log.grad, layer.dt_bias.grad)])
+    exact, *both = results
+    return [[float((a - e).norm() / e.norm()) for a, e in zip(result, exact, strict=True)] for result in both]
+
+
+@pytest.mark.filterwarnings(NO_TRITON)
+@pytest.mark.parametrize("T", [50, 64, 200])
+@pytest.mark.parametrize("sizes", [(2, 2, 16, 16), (2, 4, 8, 16)])
+def test_agrees_with_transformers_qwen3_next(monkeypatch, sizes, T):
+    ours, theirs = errors_of_both(monkeypatch, sizes, T, weak=True)
+    assert max(ours) < 1e-5
+    assert max(theirs) < 1e-5
+
+
+@pytest.mark.filterwarnings(NO_TRITON)
+@pytest.mark.parametrize("T", [64, 200])
+def test_gradients_of_strong_decays_are_exact(monkeypatch, T):
+    """With transformers' own initial decays, its gradients of A_log and dt_bias are off in float32; ours are not."""
+    ours, theirs = errors_of_both(monkeypatch, (2, 2, 16, 16), T, weak=False)
+    assert max(ours) < 1e-5
+    assert max(theirs[:2]) < 1e-5
+    assert min(theirs[2:]) > 1e-4
 
 
 def test_initial_decays():
