@@ -19,6 +19,7 @@ from seqarch.training.module import SequenceModule
 RECIPES = sorted(Path("recipes").glob("*.yaml"))
 MODELS = [r for r in RECIPES if r.stem != "mixed"]
 SIZES = {"110m": 110e6, "1.3b": 1.3e9}
+HYBRIDS = ("mamba2_top1chunk", "gateddeltanet_w256")
 SHARDED = Path("recipes/1.3b_top1chunk.yaml")
 NARROW = {
     "model.d_model": 32,
@@ -77,7 +78,10 @@ def test_parameter_counts(recipe):
 
 
 def test_the_recipes_of_this_set_exist():
-    mixers = ("transformer", "transformer_w256", "top1element", "top1chunk", "top1chunk_exact")
+    mixers = (
+        *("transformer", "transformer_w256", "top1element", "top1chunk", "top1chunk_exact", "mamba1", "mamba2"),
+        *("rwkv5", "rwkv6", "rwkv7", "deltanet", "gateddeltanet", "based", *HYBRIDS),
+    )
     assert {r.stem for r in MODELS} >= {f"{size}_{mixer}" for size in SIZES for mixer in mixers} | {"quickstart"}
 
 
@@ -113,8 +117,23 @@ def read_metrics(run_dir):
         return list(csv.DictReader(file))
 
 
+def narrow(recipe):
+    """What else makes a recipe small; None takes an option out of ``NARROW``."""
+    if recipe.stem == "quickstart":
+        return {"data.train_domains": "[cc, c4]"}
+    mixer = recipe.stem.split("_", 1)[1]
+    without_mlp = mixer.startswith("mamba")
+    own = {} if without_mlp else {"model.channel_mixer.d_ff": 64}
+    if mixer in HYBRIDS:  # a list: its members' options cannot be set by name
+        return {**own, "model.d_model": 192, "model.n_layers": 4, "model.mixer.n_heads": None}
+    if mixer == "rwkv7":
+        return {**own, "model.d_model": 64, "model.mixer.n_heads": None}
+    return {**own, "model.mixer.n_heads": None} if without_mlp else own
+
+
 def train(tmp_path, recipes, corpus_path, **options):
     options = {**NARROW, "data.path": corpus_path, "run_dir": tmp_path / "run", **options}
+    options = {name: value for name, value in options.items() if value is not None}
     main(["fit", *arguments(*recipes, **options)])
     return read_metrics(tmp_path / "run")
 
@@ -126,8 +145,7 @@ def train(tmp_path, recipes, corpus_path, **options):
 )
 def test_two_steps_at_reduced_width(recipe, setting, tmp_path, corpus_path, capsys):
     recipes = [recipe] if setting == "limited" else [recipe, Path("recipes/mixed.yaml")]
-    own = {"data.train_domains": "[cc, c4]"} if recipe.stem == "quickstart" else {"model.channel_mixer.d_ff": 64}
-    rows = train(tmp_path, recipes, corpus_path, **own)
+    rows = train(tmp_path, recipes, corpus_path, **narrow(recipe))
     losses = [float(row["value"]) for row in rows if row["name"] == "train/loss"]
     assert len(losses) == 2
     assert losses[0] == pytest.approx(math.log(512), abs=0.1)
