@@ -58,8 +58,6 @@ def test_commands(tmp_path, monkeypatch, corpus_path, capsys):
             given += arguments(**SMALL, **{"trainer.max_steps": steps})
         elif "recipes/laptop/base.yaml" in given:
             given += arguments(**SMALL, **{"trainer.max_steps": 2, "model.schedule.warmup_steps": 1})
-        elif "recipes/mqar/attention.yaml" in given:
-            given += arguments(**{"trainer.max_steps": 2, "data.val_sequences": 10, "trainer.accelerator": "cpu"})
         elif "recipes/110m_mamba2.yaml" in given:
             given += arguments(**{k: v for k, v in NARROW.items() if k != "model.mixer.n_heads"})
         elif "--config" in given and given[0] == "fit":
