@@ -19,6 +19,7 @@ from seqarch.ops.delta_rule import delta_rule
 from seqarch.ops.gated_norm import GatedRMSNorm
 from seqarch.ops.linear import joint_linear
 from seqarch.ops.norm import RMSNorm
+from seqarch.options import at_least
 from seqarch_deltanet.backends import fla_delta_rule, fla_fault
 from seqarch_deltanet.l2_norm import l2_normalize
 
@@ -50,8 +51,7 @@ class _DeltaRuleMixer(TokenMixer):
         super().__init__(d_model, layer_idx=layer_idx, n_layers=n_layers, backend=backend)
         if n_v_heads < 1 or n_v_heads % n_heads:
             raise ValueError(f"n_v_heads ({n_v_heads}) must be a multiple of n_heads ({n_heads})")
-        if head_dim < 1:
-            raise ValueError(f"head_dim must be at least 1, got {head_dim}")
+        at_least(1, head_dim=head_dim)
         v_dim = round(head_dim * expand_v)
         if v_dim < 1 or not math.isclose(v_dim, head_dim * expand_v):
             raise ValueError(f"expand_v ({expand_v}) times head_dim ({head_dim}) must be a whole number above 0")
@@ -203,8 +203,7 @@ class DeltaNet(_DeltaRuleMixer):
         gate: bool = False,
         backend: str = "auto",
     ) -> None:
-        if n_heads < 1:
-            raise ValueError(f"n_heads must be at least 1, got {n_heads}")
+        at_least(1, n_heads=n_heads)
         if head_dim is None and d_model % n_heads:
             raise ValueError(f"n_heads ({n_heads}) must divide d_model ({d_model}), or give head_dim")
         super().__init__(
@@ -258,8 +257,7 @@ class GatedDeltaNet(_DeltaRuleMixer):
         gate: bool = True,
         backend: str = "auto",
     ) -> None:
-        if n_heads < 1:
-            raise ValueError(f"n_heads must be at least 1, got {n_heads}")
+        at_least(1, n_heads=n_heads)
         if head_dim is None:
             head_dim = max(1, round((0.75 if gate else 1.0) * d_model / n_heads))
         super().__init__(

@@ -12,6 +12,7 @@ from seqarch import Tags, TokenMixer
 from seqarch.mixer import State
 from seqarch.ops.linear import joint_linear
 from seqarch.ops.taylor_attention import n_features, taylor_attention
+from seqarch.options import at_least, head_sizes
 
 _CHUNK = 128
 
@@ -46,15 +47,8 @@ class Based(TokenMixer):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, layer_idx=layer_idx, n_layers=n_layers, backend=backend)
-        if n_heads < 1:
-            raise ValueError(f"n_heads must be at least 1, got {n_heads}")
-        if head_dim is None and d_model % n_heads:
-            raise ValueError(f"n_heads ({n_heads}) must divide d_model ({d_model}), or give head_dim")
-        head_dim = d_model // n_heads if head_dim is None else head_dim
-        if head_dim < 1:
-            raise ValueError(f"head_dim must be at least 1, got {head_dim}")
-        if feature_dim < 1:
-            raise ValueError(f"feature_dim must be at least 1, got {feature_dim}")
+        _, head_dim = head_sizes(d_model, n_heads, None, head_dim)
+        at_least(1, feature_dim=feature_dim)
         self.n_heads, self.head_dim, self.feature_dim = n_heads, head_dim, feature_dim
         self.tags = Tags(recurrent=True, constant_state=True, chunk_size=_CHUNK)
         self.q_proj = nn.Linear(d_model, n_heads * feature_dim, bias=False)

@@ -16,6 +16,7 @@ from seqarch.mixer import TORCH, State, keep_float32, no_weight_decay
 from seqarch.ops.convolution import ShortConvolution
 from seqarch.ops.gate import gated_silu
 from seqarch.ops.selective_scan import selective_scan, selective_scan_flops
+from seqarch.options import at_least, one_of
 from seqarch_mamba.backends import mamba_scan
 from seqarch_mamba.initial import init_dt_bias_, init_projection_
 
@@ -61,13 +62,10 @@ class Mamba1(TokenMixer):
             if dt_rank != "auto":
                 raise ValueError(f"dt_rank must be a number or auto, got '{dt_rank}'")
             dt_rank = -(-d_model // 16)
-        for name, value in (("expand", expand), ("state_dim", state_dim), ("dt_rank", dt_rank)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        at_least(1, expand=expand, state_dim=state_dim, dt_rank=dt_rank)
         if conv and conv_kernel < 2:
             raise ValueError(f"conv_kernel must be at least 2, got {conv_kernel}; for no convolution give conv=False")
-        if decay not in ("data", "shared", "none"):
-            raise ValueError(f"decay must be one of data, shared, none, got '{decay}'")
+        one_of(("data", "shared", "none"), decay=decay)
         inner = expand * d_model
         self.d_inner, self.state_dim, self.dt_rank, self.decay = inner, state_dim, dt_rank, decay
         self.tags = Tags(recurrent=True, constant_state=True, bitwise_prefix=False)

@@ -17,6 +17,7 @@ from seqarch.ops.convolution import ShortConvolution
 from seqarch.ops.gate import gated_silu
 from seqarch.ops.gated_norm import GatedRMSNorm
 from seqarch.ops.scalar_decay import scalar_decay_attention
+from seqarch.options import at_least, one_of
 from seqarch_mamba.backends import fla_simple_gla, mamba_ssd
 from seqarch_mamba.initial import init_dt_bias_, init_projection_
 
@@ -68,21 +69,12 @@ class Mamba2(TokenMixer):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, layer_idx=layer_idx, n_layers=n_layers, backend=backend)
-        for name, value in (
-            ("expand", expand),
-            ("head_dim", head_dim),
-            ("state_dim", state_dim),
-            ("n_groups", n_groups),
-            ("chunk_size", chunk_size),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        at_least(1, expand=expand, head_dim=head_dim, state_dim=state_dim, n_groups=n_groups, chunk_size=chunk_size)
         if conv and conv_kernel < 2:
             raise ValueError(f"conv_kernel must be at least 2, got {conv_kernel}; for no convolution give conv=False")
         if chunk_size & (chunk_size - 1):
             raise ValueError(f"chunk_size must be a power of two, got {chunk_size}")
-        if decay not in ("data", "shared", "none"):
-            raise ValueError(f"decay must be one of data, shared, none, got '{decay}'")
+        one_of(("data", "shared", "none"), decay=decay)
         inner = expand * d_model
         if inner % head_dim:
             raise ValueError(f"head_dim ({head_dim}) must divide expand · d_model ({inner})")

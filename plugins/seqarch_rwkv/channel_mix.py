@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from seqarch.mixer import State
 from seqarch.model.channel import ChannelMixer
 from seqarch.ops.convolution import token_shift
+from seqarch.options import at_least
 from seqarch_rwkv import initial
 from seqarch_rwkv.layers import MixedLinear, float32_parameter
 
@@ -29,8 +30,7 @@ class RWKVChannelMix(ChannelMixer):
         super().__init__(d_model, n_layers=n_layers)
         if d_ff is None:
             d_ff = -(-(7 if gate else 8) * d_model // 64) * 32
-        if d_ff < 1:
-            raise ValueError(f"d_ff must be at least 1, got {d_ff}")
+        at_least(1, d_ff=d_ff)
         self.d_ff = d_ff
         if gate:
             self.key = MixedLinear(d_model, d_ff)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from seqarch import Tags
 from seqarch.ops.diagonal_low_rank import CHUNK_SIZE, diagonal_low_rank
+from seqarch.options import at_least
 from seqarch_rwkv import initial
 from seqarch_rwkv.backends import STRONGEST_DECAY, fla_diagonal_low_rank
 from seqarch_rwkv.layers import HeadNorm, LowRank, float32_parameter
@@ -72,9 +73,7 @@ class RWKV7(RWKVMixer):
             "v_rank": _rank(1.7 * by_head) if v_rank is None else v_rank,
             "gate_rank": _rank(5 * d_model**0.5) if gate_rank is None else gate_rank,
         }
-        for option, rank in ranks.items():
-            if rank < 1:
-                raise ValueError(f"{option} must be at least 1, got {rank}")
+        at_least(1, **ranks)
 
         self.x_r, self.x_w, self.x_k = (float32_parameter(1, 1, d_model) for _ in range(3))
         self.x_v, self.x_a, self.x_g = (float32_parameter(1, 1, d_model) for _ in range(3))

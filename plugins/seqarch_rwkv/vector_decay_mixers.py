@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from seqarch import Tags
 from seqarch.ops.gate import gated_silu
 from seqarch.ops.vector_decay import CHUNK_SIZE, vector_decay
+from seqarch.options import at_least
 from seqarch_rwkv import initial
 from seqarch_rwkv.backends import fla_vector_decay
 from seqarch_rwkv.layers import HeadNorm, LowRank, MixedLinear, float32_parameter
@@ -39,8 +40,7 @@ class _VectorDecayMixer(RWKVMixer):
         backend: str,
     ) -> None:
         key_dim, value_dim = whole_width("expand_k", d_model, expand_k), whole_width("expand_v", d_model, expand_v)
-        if n_heads < 1:
-            raise ValueError(f"n_heads must be at least 1, got {n_heads}")
+        at_least(1, n_heads=n_heads)
         for option, width in (("expand_k", key_dim), ("expand_v", value_dim)):
             if width % n_heads:
                 raise ValueError(f"n_heads ({n_heads}) must divide {option} · d_model ({width})")
@@ -215,9 +215,7 @@ class RWKV6(_VectorDecayMixer):
             norm_eps=norm_eps,
             backend=backend,
         )
-        for option, rank in (("mix_rank", mix_rank), ("decay_rank", decay_rank)):
-            if rank < 1:
-                raise ValueError(f"{option} must be at least 1, got {rank}")
+        at_least(1, mix_rank=mix_rank, decay_rank=decay_rank)
         self.mix_rank = mix_rank
         self.x_proj = nn.Sequential(
             MixedLinear(d_model, 5 * mix_rank), nn.Tanh(), nn.Linear(5 * mix_rank, d_model, bias=False)

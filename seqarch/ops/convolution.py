@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from seqarch.mixer import no_weight_decay
 from seqarch.ops.blocks import cache_blocks
 from seqarch.ops.rotary import positions
+from seqarch.options import at_least
 
 
 class ShortConvolution(nn.Module):
@@ -30,8 +31,7 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, channels: int, kernel_size: int = 4, *, bias: bool = False) -> None:
         super().__init__()
-        if kernel_size < 2:
-            raise ValueError(f"kernel_size must be at least 2, got {kernel_size}")
+        at_least(2, kernel_size=kernel_size)
         self.channels, self.kernel_size = channels, kernel_size
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
         self.bias = no_weight_decay(nn.Parameter(torch.empty(channels))) if bias else None
