@@ -61,7 +61,12 @@ def compare_backends(factory: MixerFactory, device: torch.device | str, *, d_mod
         One entry for each backend; those that cannot serve the device say why.
     """
     device = torch.device(device)
-    return [_compare(factory, backend.name, device, d_model) for backend in factory(d_model).backends]
+    try:
+        mixer = factory(d_model)
+    except Exception as error:  # third-party code: one mixer's fault must not hide what is known of the others
+        name = getattr(factory, "__name__", repr(factory))
+        return [Comparison(name, "auto", reason=f"it cannot be built with its defaults: {_first_line(error)}")]
+    return [_compare(factory, backend.name, device, d_model) for backend in mixer.backends]
 
 
 def _compare(factory: MixerFactory, backend: str, device: torch.device, d_model: int) -> Comparison:
@@ -70,15 +75,17 @@ def _compare(factory: MixerFactory, backend: str, device: torch.device, d_model:
     refusals = {d: mixer.refuses(backend, device.type, d) for d in (torch.float32, torch.bfloat16) if d in tags.dtypes}
     dtype = next((d for d, reason in refusals.items() if reason is None), None)
     if dtype is None:
-        return Comparison(subject.name, backend, reason=[*refusals.values()][-1] or "")
+        return Comparison(
+            subject.name, backend, reason=next(reversed(refusals.values()), "no float32, no bfloat16") or ""
+        )
     allowed = tags.tolerances[dtype]
     if device.type != "cpu":
         allowed = max(allowed, _TENSOR_CORES)
-    stack = subject.build(dtype)
-    exact = Subject(partial(factory, backend="torch"), d_model=d_model).build(torch.float64)
-    exact.load_state_dict(stack.state_dict())
     outputs, grads = [0.0], [0.0]
     try:
+        stack = subject.build(dtype)
+        exact = Subject(partial(factory, backend="torch"), d_model=d_model).build(torch.float64)
+        exact.load_state_dict(stack.state_dict())
         for packed in (False, True) if tags.packs_documents else (False,):
             (y, found), (expected, reference) = (
                 _run(s.to(device), subject, device, d, packed) for s, d in ((stack, dtype), (exact, torch.float64))
@@ -86,9 +93,13 @@ def _compare(factory: MixerFactory, backend: str, device: torch.device, d_model:
             outputs.append((median_token_error if tags.discontinuous else relative_rms)(y, expected))
             grads.append(_gradient_error(found, reference))
     except Exception as error:  # a kernel may fail in any way, which is what is being asked
-        return Comparison(subject.name, backend, dtype, reason=f"{type(error).__name__}: {error}".splitlines()[0])
+        return Comparison(subject.name, backend, dtype, reason=_first_line(error))
     gradient = None if tags.discontinuous else max(grads)
     return Comparison(subject.name, backend, dtype, max(outputs), gradient, allowed)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _run(

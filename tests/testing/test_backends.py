@@ -70,6 +70,12 @@ def test_every_kind_of_fault_is_named():
     assert found["torch"].output < 1e-6
 
 
+def test_a_mixer_that_cannot_be_built_is_one_entry():
+    (found,) = compare_backends(partial(Attention, n_heads=5), "cpu", d_model=32)
+    assert (found.dtype, found.wrong) == (None, False)
+    assert "cannot be built with its defaults: ValueError: n_heads (5) must divide d_model (32)" in found.reason
+
+
 def test_attention_agrees_and_says_what_is_missing():
     found = {c.backend: c for c in compare_backends(partial(Attention, n_heads=2), "cpu", d_model=32)}
     assert not any(c.wrong for c in found.values())
