@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -162,20 +161,17 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_build_one_corpus_within_half_a_minute(tmp_path: Path) -> None:
+def test_two_processes_build_one_corpus(tmp_path: Path) -> None:
     code = "from seqarch.data.builtin import builtin_corpus; print(builtin_corpus())"
     environment = {**os.environ, "SEQARCH_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    start = time.monotonic()
     processes = [
         subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
     outputs = {p.communicate()[0].strip() for p in processes}
-    seconds = time.monotonic() - start
     (root,) = outputs
     corpus = Corpus(Path(root))
     corpus.verify()
     assert set(corpus.splits["test"]) == set(DOMAINS)
     manifest = json.loads((Path(root) / "manifest.json").read_text())
     assert len(manifest["runs"]) == 2
-    assert seconds < 90  # 30 on two cores that are free; the machine may be busy

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,29 @@ from tests.data.raw import make_records, write_jsonl
 from tests.data.test_prepare import snapshot
 
 SCRIPT = """
-import sys
+import os, signal, sys
 import seqarch.data.prepare as prepare
 import seqarch.data.reading as reading
 reading.BLOCK_BYTES = 10000
 prepare.COMMIT_SECONDS = 0.0
-raw, out, tokenizer = sys.argv[1:]
+raw, out, tokenizer, kill_at = sys.argv[1:]
+left = None
+
+def tick(frame, event, _):
+    # kill this process at one of the staging's own events, kill_at of them after the first commit
+    global left
+    code = frame.f_code
+    if not code.co_filename.endswith(("staging.py", "manifest.py")):
+        return
+    if left is None:
+        left = int(kill_at) if (code.co_name, event) == ("commit", "return") else None
+    else:
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if int(kill_at):
+    sys.setprofile(tick)
 prepare.prepare(raw, out, tokenizer=tokenizer, processes=2)
 """
 
@@ -49,29 +65,19 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, raw: Path, tokenizer
 
 def test_kill_9_and_run_again(tmp_path: Path, raw: Path, tokenizer_json: Path, uninterrupted: dict[str, bytes]) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-c", SCRIPT, str(raw), str(out), str(tokenizer_json)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    kills, sizes = 0, []
-    for _ in range(40):
-        process = subprocess.Popen(command, env=environment)
-        deadline = time.monotonic() + 60
-        # Kill once this attempt has committed something of its own.
-        while time.monotonic() < deadline and process.poll() is None:
-            if committed(out) > (sizes[-1] if sizes else 0):
-                break
-            time.sleep(0.001)
-        if process.poll() is not None:
-            break
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        kills += 1
+
+    def run(kill_at: int) -> int:
+        command = [sys.executable, "-c", SCRIPT, str(raw), str(out), str(tokenizer_json), str(kill_at)]
+        return subprocess.run(command, env=environment).returncode
+
+    sizes = []
+    for kill_at in (1, 20, 45):  # right after a commit, while more is appended, in the next commit
+        assert run(kill_at) == -signal.SIGKILL
         sizes.append(committed(out))
         assert not (out / "manifest.json").exists()
         assert not (out / "train").exists()
-        if kills == 3:
-            subprocess.run(command, env=environment, check=True)
-            break
-    assert kills >= 2
+    assert run(0) == 0
     assert sizes == sorted(set(sizes))  # each attempt went on where the last one stopped
     assert snapshot(out) == uninterrupted
     Corpus(out).verify()

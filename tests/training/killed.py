@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from multiprocessing.synchronize import Event
+import os
+import signal
+import sys
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -14,28 +17,42 @@ from tests.training.synthetic import SyntheticData, T, tiny, trainer
 STEPS = 12
 
 
-class Slow(Callback):
-    """Tells when training starts, and stretches it, so that a kill can hit anything."""
+class Doom(Callback):
+    """Counts the function calls from the start of training on, and kills the process at one of them.
 
-    def __init__(self, started: Event) -> None:
-        self.started = started
+    A call may be any: of the model, of a logger, of the file system amid the writing of a checkpoint. Unlike a moment
+    in time it comes on a busy machine too.
+    """
+
+    def __init__(self, calls: Synchronized[int], kill_at: int | None) -> None:
+        self.calls, self.kill_at = calls, kill_at
 
     def on_train_start(self, *_) -> None:
-        self.started.set()
+        count = 0
 
-    def on_train_batch_end(self, *_) -> None:
-        time.sleep(0.01)
+        def tick(frame: Any, event: str, _: Any) -> None:
+            nonlocal count
+            if event in ("call", "c_call"):
+                count += 1
+                if count == self.kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
-    def on_validation_batch_end(self, *_) -> None:
-        time.sleep(0.01)
+        def stop() -> None:
+            sys.setprofile(None)
+            self.calls.value = count
+
+        self.stop = stop
+        sys.setprofile(tick)
 
 
-def run(run_dir: Path, started: Event) -> None:
-    """Train, or go on from the last checkpoint."""
+def run(run_dir: Path, calls: Synchronized[int], kill_at: int | None) -> None:
+    """Train, or go on from the last checkpoint; ``calls`` becomes the number of function calls that it took."""
     torch.set_num_threads(1)
     module = tiny(max_tokens=STEPS * 8 * T, val_every_n_steps=3)
     last = run_dir / "checkpoints" / "last.ckpt"
     fit = trainer(run_dir, every_n_steps=2, enable_progress_bar=False)
-    fit.callbacks.insert(0, Slow(started))
+    doom = Doom(calls, kill_at)
+    fit.callbacks.insert(0, doom)
     data = SyntheticData(micro_batch_size=4)
     fit.fit(module, datamodule=data, ckpt_path=str(last) if last.exists() else None)
+    doom.stop()
