@@ -10,6 +10,7 @@ from torch.nn.functional import silu, softplus
 from seqarch_deltanet import DeltaNet, GatedDeltaNet
 from seqarch_deltanet.backends import fla_fault, hopper_fault
 from tests.ops.test_delta_rule import recurrence
+from tests.plugins import peers
 
 NO_TRITON = "ignore:Triton is not supported on current platform"
 NO_CONV = "ignore:ShortConvolution is crucial"
@@ -101,40 +102,14 @@ def test_default_sizes_give_the_parameters_of_the_papers(d_model, tolerance):
         assert n == pytest.approx(times * d_model**2, rel=tolerance)
 
 
-def qwen(n_heads, n_v_heads, head_dim, v_dim, weak, d_model=32):
-    """transformers' layer, with weak decays or its own initial ones, and its parameters under our names."""
-    from transformers import Qwen3NextConfig
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
-
-    config = Qwen3NextConfig(
-        hidden_size=d_model,
-        linear_num_key_heads=n_heads,
-        linear_num_value_heads=n_v_heads,
-        linear_key_head_dim=head_dim,
-        linear_value_head_dim=v_dim,
-        rms_norm_eps=1e-5,
-        num_hidden_layers=1,
-    )
+def qwen(sizes, weak):
+    """transformers' layer, with weak decays or its own initial ones."""
     torch.manual_seed(0)
-    layer = Qwen3NextGatedDeltaNet(config, layer_idx=0)
+    layer = peers.qwen3_next_layer(*sizes)
     with torch.no_grad():
         layer.dt_bias.uniform_(-4, -1) if weak else layer.dt_bias.fill_(1)
         layer.norm.weight.uniform_(0.5, 1.5)
-    source = layer.state_dict()
-    group = n_v_heads // n_heads
-    # For each key head: its q and k, then v and gate of its value heads.
-    q, k, v, g = (
-        source["in_proj_qkvz.weight"]
-        .unflatten(0, (n_heads, -1))
-        .split([head_dim, head_dim, group * v_dim, group * v_dim], dim=1)
-    )
-    b, a = source["in_proj_ba.weight"].unflatten(0, (n_heads, -1)).split([group, group], dim=1)
-    widths = [n_heads * head_dim, n_heads * head_dim, n_v_heads * v_dim]
-    ours = {f"{n}_proj.weight": w.flatten(0, 1) for n, w in zip("qkvgba", (q, k, v, g, b, a), strict=True)}
-    convs = source["conv1d.weight"].split(widths)
-    ours |= {f"{n}_conv1d.weight": w for n, w in zip("qkv", convs, strict=True)}
-    ours |= {"A_log": source["A_log"], "dt_bias": source["dt_bias"]}
-    return layer, ours | {"o_norm.weight": source["norm.weight"], "o_proj.weight": source["out_proj.weight"]}
+    return layer
 
 
 def errors_of_both(monkeypatch, sizes, T, weak):
@@ -142,7 +117,8 @@ def errors_of_both(monkeypatch, sizes, T, weak):
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):  # not fla's, whose kernels need a GPU
         monkeypatch.setattr(modeling, name, inspect.unwrap(getattr(modeling, name)))
-    theirs, state_dict = qwen(*sizes, weak)
+    theirs = qwen(sizes, weak)
+    state_dict = peers.from_qwen3_next(theirs.state_dict(), *sizes)
     n_heads, n_v_heads, head_dim, v_dim = sizes
     options = {"n_heads": n_heads, "n_v_heads": n_v_heads, "head_dim": head_dim, "expand_v": v_dim / head_dim}
     ours, plain = (GatedDeltaNet(32, **options, backend="torch") for _ in range(2))

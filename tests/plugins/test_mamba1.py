@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from seqarch_mamba import Mamba1
+from tests.plugins import peers
 
 
 def build(d_model=32, **options):
@@ -41,26 +42,14 @@ def written_out(mixer, x, decay="data"):
     ("d_model", "expand", "state_dim", "dt_rank", "conv_kernel", "T"), [(32, 2, 16, 2, 4, 33), (48, 1, 8, 5, 3, 70)]
 )
 def test_agrees_with_transformers(d_model, expand, state_dim, dt_rank, conv_kernel, T):
-    from transformers import MambaConfig
-    from transformers.models.mamba.modeling_mamba import MambaMixer
-
-    config = MambaConfig(
-        hidden_size=d_model,
-        expand=expand,
-        intermediate_size=expand * d_model,
-        state_size=state_dim,
-        time_step_rank=dt_rank,
-        conv_kernel=conv_kernel,
-        num_hidden_layers=1,
-    )
     options = {"expand": expand, "state_dim": state_dim, "dt_rank": dt_rank, "conv_kernel": conv_kernel}
     ours = build(d_model, **options).float()
-    theirs = MambaMixer(config, layer_idx=0)
+    theirs = peers.mamba1_layer(d_model, **options)
     theirs.load_state_dict(ours.state_dict())  # the parameter names are mamba-ssm's, there and here
     x = noise(2, T, d_model).float()
     a, b = ours(x)[0], theirs(x)
     assert (a - b).norm() < 1e-5 * b.norm()
-    theirs = MambaMixer(config, layer_idx=0)
+    theirs = peers.mamba1_layer(d_model, **options)
     ours.load_state_dict(theirs.state_dict())
     a, b = ours(x)[0], theirs(x)
     assert (a - b).norm() < 1e-5 * b.norm()

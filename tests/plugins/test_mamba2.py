@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from seqarch_mamba import Mamba2
+from tests.plugins import peers
 
 
 def build(d_model=32, **options):
@@ -49,25 +50,11 @@ def written_out(mixer, x, decay="data"):
     [(32, 16, 8, 1, 4, 33), (64, 32, 16, 2, 4, 70), (48, 8, 4, 1, 3, 130)],
 )
 def test_agrees_with_transformers(d_model, head_dim, state_dim, n_groups, conv_kernel, T):
-    from transformers import Mamba2Config
-    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
-
-    config = Mamba2Config(
-        hidden_size=d_model,
-        num_heads=2 * d_model // head_dim,
-        head_dim=head_dim,
-        state_size=state_dim,
-        n_groups=n_groups,
-        conv_kernel=conv_kernel,
-        chunk_size=32,
-        num_hidden_layers=1,
-        layer_norm_epsilon=1e-5,
-    )
     options = {"head_dim": head_dim, "state_dim": state_dim, "n_groups": n_groups, "conv_kernel": conv_kernel}
     ours = build(d_model, **options).float()
     with torch.no_grad():
         ours.norm.weight.uniform_(0.5, 1.5)
-    theirs = Mamba2Mixer(config, layer_idx=0)
+    theirs = peers.mamba2_layer(d_model, **options)
     theirs.load_state_dict(ours.state_dict())  # the parameter names are mamba-ssm's, there and here
     x = noise(2, T, d_model).float()
     a, b = ours(x)[0], theirs(x)

@@ -4,11 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from seqarch.model import SequenceModel, SwiGLU
 from seqarch_attention import Attention
 from seqarch_rwkv import RWKV5, RWKV6, RWKV7
+from tests.plugins import peers
 
 D, H, B, T = 32, 2, 2, 41
 RANKS = {"decay_rank": 8, "a_rank": 6, "v_rank": 4, "gate_rank": 10}
@@ -27,14 +27,13 @@ def perturbed(module):
 
 
 def fla_rwkv6():
-    layers = pytest.importorskip("fla.layers")
-    return layers.RWKV6Attention(hidden_size=D, num_heads=H, proj_low_rank_dim=4, gate_low_rank_dim=8)
+    pytest.importorskip("fla.layers")
+    return peers.rwkv6_layer(D, H, mix_rank=4, decay_rank=8)
 
 
 def fla_rwkv7(layer_idx):
-    layers = pytest.importorskip("fla.layers")
-    ranks = {f"{name}_low_rank_dim": RANKS[f"{name}_rank"] for name in ("decay", "a", "v", "gate")}
-    return layers.RWKV7Attention(hidden_size=D, head_dim=D // H, layer_idx=layer_idx, num_hidden_layers=3, **ranks)
+    pytest.importorskip("fla.layers")
+    return peers.rwkv7_layer(D, H, layer_idx, 3, **RANKS)
 
 
 def our_rwkv6():
@@ -77,36 +76,16 @@ def test_initial_values_of_rwkv7_are_flas(layer_idx):
         assert abs(ours[name].norm() / theirs[name].norm() - 1) < 1e-4, name
 
 
-def shifted(x):
-    return F.pad(x, (0, 0, 1, -1))
-
-
 def relative(one, other):
     return ((one - other).norm() / other.norm()).item()
 
 
 @FLA_WARNS
 def test_rwkv6_agrees_with_flas_recurrence():
-    from fla.ops.rwkv6.recurrent_naive import naive_recurrent_rwkv6
-
     theirs, ours = perturbed(fla_rwkv6()), our_rwkv6()
     ours.load_state_dict(theirs.state_dict())
     x = noise(B, T, D).requires_grad_()
-    delta = shifted(x) - x
-    low = torch.tanh(theirs.x_proj[0](x, delta)).view(B, T, 5, 4)
-    mixes = torch.einsum("btnr,dnr->nbtd", low, theirs.x_proj[2].weight.view(D, 5, 4)) + theirs.x_bias[:, None, None]
-    r, w, k, v, g = (
-        projection(x, mix, delta)
-        for projection, mix in zip(
-            (theirs.r_proj, theirs.w_proj, theirs.k_proj, theirs.v_proj, theirs.g_proj), mixes, strict=True
-        )
-    )
-    r, k, v, w = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in (r, k, v, -w.exp()))
-    o, _ = naive_recurrent_rwkv6(r, k, v, w, theirs.bonus, 1.0)
-    o = o.transpose(1, 2).flatten(2)
-    normed = F.group_norm(o.flatten(0, 1), H, theirs.g_norm.weight, theirs.g_norm.bias, 1e-5).view_as(o)
-    expected = theirs.o_proj(normed * F.silu(g))
-    assert_agreement(ours, theirs, x, expected)
+    assert_agreement(ours, theirs, x, peers.rwkv6_output(theirs, x))
 
 
 def assert_agreement(ours, theirs, x, expected, context=None):
@@ -124,42 +103,16 @@ def assert_agreement(ours, theirs, x, expected, context=None):
 @FLA_WARNS
 @pytest.mark.parametrize("layer_idx", [0, 2])
 def test_rwkv7_agrees_with_flas_recurrence(layer_idx):
-    from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
-
     theirs, ours = perturbed(fla_rwkv7(layer_idx)), our_rwkv7(layer_idx)
     ours.load_state_dict(theirs.state_dict())
     x, v_first = noise(B, T, D).requires_grad_(), noise(B, T, D, seed=3)
-    delta = shifted(x) - x
-    r, k, v = theirs.r_proj(x + delta * theirs.x_r), theirs.k_proj(x + delta * theirs.x_k), None
-    of_v = x + delta * theirs.x_v
-    v = theirs.v_proj(of_v)
-    w = -0.6065306597126334 * theirs.w_lora(x + delta * theirs.x_w).sigmoid()
-    a = theirs.a_lora(x + delta * theirs.x_a).sigmoid()
-    g = theirs.g_lora(x + delta * theirs.x_g)
-    if layer_idx:
-        v = v + (v_first - v) * theirs.v_lora(of_v).sigmoid()
-    kk = F.normalize((k * theirs.k_k).unflatten(-1, (H, -1)), dim=-1)
-    k = k * (1 + (a - 1) * theirs.k_a)
-    r, k, v, w, a = (t.unflatten(-1, (H, -1)) for t in (r, k, v, w, a))
-    o, _ = dplr_recurrence(*(t.transpose(1, 2) for t in (r * (D // H) ** 0.5, k, v, -kk, kk * a, w)))
-    o = o.transpose(1, 2).flatten(2)
-    eps = D // H * 1e-5
-    normed = F.group_norm(o.flatten(0, 1), H, theirs.g_norm.weight, theirs.g_norm.bias, eps).view_as(o)
-    normed = normed + ((r * k * theirs.r_k).sum(-1, keepdim=True) * v).flatten(2)
-    assert_agreement(ours, theirs, x, theirs.o_proj(normed * g), {"v_first": v_first} if layer_idx else {})
+    shared = {"v_first": v_first} if layer_idx else {}
+    assert_agreement(ours, theirs, x, peers.rwkv7_output(theirs, x, **shared), shared)
 
 
 def test_rwkv5_is_rwkv6_with_constant_decays_and_mixes():
     five, six = perturbed(RWKV5(D, n_heads=H)), our_rwkv6()
-    with torch.no_grad():
-        shared = {n: p for n, p in five.state_dict().items() if not n.startswith("time_")}
-        six.load_state_dict(shared, strict=False)
-        six.x_proj[2].weight.zero_()
-        six.w_proj.linear.lora[2].weight.zero_()
-        six.w_proj.linear.bias.copy_(five.time_decay.flatten())
-        six.x_bias.zero_()
-        for i, name in ((0, "r"), (2, "k"), (3, "v"), (4, "g")):
-            six.x_bias[i] = 1.0 - five.get_parameter(f"time_mix_{name}")
+    six.load_state_dict(peers.rwkv5_as_rwkv6(five.state_dict(), mix_rank=4, decay_rank=8))
     x = noise(B, T, D)
     assert relative(five(x)[0], six(x)[0]) < 1e-5
 
