@@ -7,6 +7,7 @@ V sizes of a head of q and k and of a head of v.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -99,14 +100,16 @@ class _DeltaRuleMixer(TokenMixer):
         """See ``TokenMixer.forward``."""
         self.check_input(x, cu_seqlens, state)
         # One token is served by torch on every device: there is nothing to chunk.
-        function = delta_rule if x.shape[1] == 1 or self.choose_backend(x) == "torch" else fla_delta_rule
+        plain = x.shape[1] == 1 or self.choose_backend(x) == "torch"
+        function = delta_rule if plain else fla_delta_rule
         projections = [self.q_proj, self.k_proj, self.v_proj, self.b_proj]
         projections += [p for p in (self.a_proj, self.g_proj) if p is not None]
         q, k, v, b, *others = joint_linear(x, *projections)
         new: State = {}
-        q = self._convolve("q", self.q_conv1d, q, cu_seqlens, state, new).unflatten(-1, (-1, self.head_dim))
-        k = self._convolve("k", self.k_conv1d, k, cu_seqlens, state, new).unflatten(-1, (-1, self.head_dim))
-        v = self._convolve("v", self.v_conv1d, v, cu_seqlens, state, new).unflatten(-1, (-1, self.v_dim))
+        convolve = partial(self._convolve, cu_seqlens=cu_seqlens, state=state, new=new, fused=not plain)
+        q = convolve("q", self.q_conv1d, q).unflatten(-1, (-1, self.head_dim))
+        k = convolve("k", self.k_conv1d, k).unflatten(-1, (-1, self.head_dim))
+        v = convolve("v", self.v_conv1d, v).unflatten(-1, (-1, self.v_dim))
         q, k = l2_normalize(q), l2_normalize(k)
         group = self.n_v_heads // self.n_heads
         if group > 1:
@@ -128,12 +131,19 @@ class _DeltaRuleMixer(TokenMixer):
 
     @staticmethod
     def _convolve(
-        name: str, conv: ShortConvolution | None, x: Tensor, cu_seqlens: Tensor | None, state: State | None, new: State
+        name: str,
+        conv: ShortConvolution | None,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None,
+        state: State | None,
+        new: State,
+        fused: bool,
     ) -> Tensor:
         """SiLU of x, convolved where there is a convolution; its new state goes to ``new``."""
         if conv is None:
             return F.silu(x)
-        y, after = conv(x, cu_seqlens=cu_seqlens, state=None if state is None else state[name])
+        y, after = conv(x, cu_seqlens=cu_seqlens, state=None if state is None else state[name], fused=fused)
         if after is not None:
             new[name] = after
         return y

@@ -11,6 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqarch.ops.documents import document_ids
+
+
+def kernel_fault(backend: str, dtype: torch.dtype) -> str | None:
+    """Why the kernels of a backend do not take this dtype, or None."""
+    if backend != "torch" and dtype == torch.float64:
+        return f"{backend}'s kernels work in float32, float16 and bfloat16, not {dtype}"
+    return None
+
 
 def fla_simple_gla(
     q: Tensor,
@@ -76,17 +85,10 @@ def mamba_ssd(
         C,
         chunk_size,
         initial_states=initial_state,
-        seq_idx=None if cu_seqlens is None else _document(cu_seqlens, x.shape[1], x.device),
+        seq_idx=None if cu_seqlens is None else document_ids(cu_seqlens, x.shape[1], x.device)[None],
         return_final_states=initial_state is not None,
     )
     return result if initial_state is not None else (result, None)
-
-
-def _document(cu_seqlens: Tensor, T: int, device: torch.device) -> Tensor:
-    """Which document each token belongs to, int32 ``[1, T]``."""
-    lengths = cu_seqlens.diff().to(device)
-    documents = torch.arange(len(lengths), dtype=torch.int32, device=device)
-    return torch.repeat_interleave(documents, lengths, output_size=T)[None]
 
 
 def mamba_scan(

@@ -17,7 +17,7 @@ from seqarch.ops.convolution import ShortConvolution
 from seqarch.ops.gate import gated_silu
 from seqarch.ops.selective_scan import selective_scan, selective_scan_flops
 from seqarch.options import at_least, one_of
-from seqarch_mamba.backends import mamba_scan
+from seqarch_mamba.backends import kernel_fault, mamba_scan
 from seqarch_mamba.initial import init_dt_bias_, init_projection_
 
 
@@ -107,7 +107,8 @@ class Mamba1(TokenMixer):
         if self.conv1d is None:
             u = F.silu(u)
         else:
-            u, conv = self.conv1d(u, cu_seqlens=cu_seqlens, state=None if state is None else state["conv"])
+            before = None if state is None else state["conv"]
+            u, conv = self.conv1d(u, cu_seqlens=cu_seqlens, state=before, fused=backend != "torch")
             if conv is not None:
                 new["conv"] = conv
         dt, b, c = self.x_proj(u).split([self.dt_rank, self.state_dim, self.state_dim], dim=-1)
@@ -147,6 +148,12 @@ class Mamba1(TokenMixer):
         if self.conv1d is not None:
             state["conv"] = self.conv1d.init_state(batch_size, device, dtype)
         return state
+
+    def refuses(self, backend: str, device_type: str, dtype: torch.dtype) -> str | None:
+        """Also what mamba-ssm's kernel does not take: float64, and more than 256 states a channel."""
+        if backend == "mamba_ssm" and self.state_dim > 256:
+            return f"mamba-ssm's kernel takes state_dim up to 256, not {self.state_dim}"
+        return super().refuses(backend, device_type, dtype) or kernel_fault(backend, dtype)
 
     def flops(self, T: int) -> int:
         """Projections, the convolution and the scan."""

@@ -18,7 +18,7 @@ from seqarch.ops.gate import gated_silu
 from seqarch.ops.gated_norm import GatedRMSNorm
 from seqarch.ops.scalar_decay import scalar_decay_attention
 from seqarch.options import at_least, one_of
-from seqarch_mamba.backends import fla_simple_gla, mamba_ssd
+from seqarch_mamba.backends import fla_simple_gla, kernel_fault, mamba_ssd
 from seqarch_mamba.initial import init_dt_bias_, init_projection_
 
 
@@ -122,7 +122,8 @@ class Mamba2(TokenMixer):
         if self.conv1d is None:
             xbc = F.silu(xbc)
         else:
-            xbc, conv = self.conv1d(xbc, cu_seqlens=cu_seqlens, state=None if state is None else state["conv"])
+            before = None if state is None else state["conv"]
+            xbc, conv = self.conv1d(xbc, cu_seqlens=cu_seqlens, state=before, fused=backend != "torch")
             if conv is not None:
                 new["conv"] = conv
         groups = self.n_groups * self.state_dim
@@ -198,6 +199,10 @@ class Mamba2(TokenMixer):
         if self.conv1d is not None:
             state["conv"] = self.conv1d.init_state(batch_size, device, dtype)
         return state
+
+    def refuses(self, backend: str, device_type: str, dtype: torch.dtype) -> str | None:
+        """Also float64, which the kernels do not have."""
+        return super().refuses(backend, device_type, dtype) or kernel_fault(backend, dtype)
 
     def flops(self, T: int) -> int:
         """Projections, the convolution, and a write and a read of every state per token."""

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from seqarch.mixer import no_weight_decay
 from seqarch.ops.blocks import cache_blocks
+from seqarch.ops.fused_convolution import fused_convolution, has_kernel
 from seqarch.ops.rotary import positions
 from seqarch.options import at_least
 
@@ -45,7 +46,7 @@ class ShortConvolution(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(
-        self, x: Tensor, *, cu_seqlens: Tensor | None = None, state: Tensor | None = None
+        self, x: Tensor, *, cu_seqlens: Tensor | None = None, state: Tensor | None = None, fused: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Map x ``[B, T, C]`` to the same shape and dtype.
 
@@ -53,18 +54,22 @@ class ShortConvolution(nn.Module):
             x: The input.
             cu_seqlens: int32 ``[n+1]``, boundaries of packed documents.
             state: ``[B, K-1, C]``, the inputs before x, oldest first.
+            fused: Use causal-conv1d's kernel where it can serve x. A compiler fuses torch's operations by itself.
 
         Returns:
             The output and the new state, which is None where none was given.
         """
         lags = self.kernel_size - 1
         before = None if state is None else state.to(x.dtype)
+        fused = fused and x.shape[1] > 1 and not torch.compiler.is_compiling() and has_kernel(x, self.kernel_size)
         keep = None
-        if cu_seqlens is not None:  # which of the K inputs of each token lie in its document, [K, T, 1]
+        if cu_seqlens is not None and not fused:  # which of the K inputs of each token lie in its document, [K, T, 1]
             position = positions(x.shape[1], cu_seqlens=cu_seqlens, device=x.device)
             keep = (position >= torch.arange(lags, -1, -1, device=x.device)[:, None])[..., None]
         weight = self.weight[:, 0].T
-        if torch.compiler.is_compiling():
+        if fused:
+            y = fused_convolution(x, self.weight[:, 0], self.bias, before=before, cu_seqlens=cu_seqlens)
+        elif torch.compiler.is_compiling():
             y = _silu(_convolve(_window(x, before, lags, 0, x.shape[1]), weight, self.bias, keep), x.dtype)
         else:
             y = _ShortConvolution.apply(x, before, weight, self.bias, keep)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from seqarch.mixer import TORCH
+from seqarch.ops.convolution import ShortConvolution
 from seqarch.testing.backends import compare_backends
 from seqarch.testing.compare import relative_rms
 from seqarch.testing.subject import Subject, gradients
@@ -126,3 +127,28 @@ def test_the_comparisons_themselves_run(name):
     compare_alone_and_packed(factory, "torch", cpu)
     compare_in_pieces(factory, "torch", cpu, torch.float32, [5, 1, 9], with_gradients=True)
     compare_in_pieces(factory, "torch", cpu, torch.bfloat16, [12, 1, 1], with_gradients=False)
+
+
+class _SeenError(Exception):
+    """Ends a forward at its first convolution."""
+
+
+@pytest.mark.parametrize(
+    ("mixer", "gpu"),
+    [(Mamba1, "mamba_ssm"), (Mamba2, "mamba_ssm"), (Mamba2, "fla"), (DeltaNet, "fla"), (GatedDeltaNet, "fla")],
+)
+def test_convolutions_follow_the_backend(monkeypatch, mixer, gpu):
+    """The torch backend is torch's alone; with another, causal-conv1d may convolve."""
+    seen = []
+
+    def forward(self, x, *, fused, **options):
+        seen.append(fused)
+        raise _SeenError
+
+    monkeypatch.setattr(ShortConvolution, "forward", forward)
+    for backend in ("torch", gpu):
+        layer = mixer(64)
+        monkeypatch.setattr(layer, "choose_backend", lambda x, backend=backend: backend)
+        with pytest.raises(_SeenError):
+            layer(torch.zeros(1, 5, 64))
+    assert seen == [False, True]

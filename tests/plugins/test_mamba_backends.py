@@ -1,4 +1,7 @@
-"""The GPU adapters without a GPU: fla's kernel in Triton's interpreter, mamba-ssm's by the interface it documents."""
+"""The GPU adapters without a GPU: fla's kernel in Triton's interpreter, mamba-ssm's by stand-ins.
+
+These have the signatures of mamba-ssm 2.3.2 and assert what its code checks.
+"""
 
 import sys
 from types import ModuleType
@@ -6,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from seqarch.mixer import Backend
 from seqarch.ops.scalar_decay import scalar_decay_attention
 from seqarch.ops.selective_scan import selective_scan
 from seqarch_mamba import Mamba1, Mamba2
@@ -39,8 +43,15 @@ def test_fla_adapter(decay, groups, case):
         assert (grads[name] - b).norm() < 1e-4 * b.norm(), name
 
 
-def documented_scan(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False):
+def documented_scan(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False):
     """``selective_scan_fn``: u, delta ``[B, D, L]``, A ``[D, N]``, B, C ``[B, N, L]``."""
+    assert D is z is delta_bias is None
+    assert not delta_softplus
+    assert not return_last_state
+    assert u.dtype == delta.dtype == B.dtype == C.dtype
+    assert A.dtype == torch.float32
+    assert u.shape == delta.shape
+    assert all(t.stride(-1) == 1 for t in (u, delta))
     h, ys = 0.0, []
     for t in range(u.shape[2]):
         h = (delta[:, :, t, None] * A).exp() * h + (delta[:, :, t] * u[:, :, t])[..., None] * B[:, None, :, t]
@@ -48,8 +59,34 @@ def documented_scan(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_so
     return torch.stack(ys, 2)
 
 
-def documented_ssd(x, dt, A, B, C, chunk_size, initial_states=None, seq_idx=None, return_final_states=False):
+def documented_ssd(
+    x,
+    dt,
+    A,
+    B,
+    C,
+    chunk_size,
+    D=None,
+    z=None,
+    dt_bias=None,
+    initial_states=None,
+    seq_idx=None,
+    cu_seqlens=None,
+    dt_softplus=False,
+    dt_limit=(0.0, float("inf")),
+    return_final_states=False,
+    return_varlen_states=False,
+    state_dtype=None,
+):
     """``mamba_chunk_scan_combined``: x ``[B, L, H, P]``, B, C ``[B, L, G, N]``, states ``[B, H, P, N]``."""
+    assert D is z is dt_bias is cu_seqlens is state_dtype is None
+    assert not dt_softplus
+    assert not return_varlen_states
+    assert dt_limit == (0.0, float("inf"))
+    assert dt.shape == x.shape[:3]
+    assert A.shape == x.shape[2:3]
+    assert seq_idx is None or (seq_idx.shape == x.shape[:2] and seq_idx.dtype == torch.int32)
+    assert initial_states is None or initial_states.shape == (len(x), *x.shape[2:], B.shape[3])
     S = torch.zeros(*x.shape[::2], x.shape[3], B.shape[3]) if initial_states is None else initial_states
     B, C = (t.repeat_interleave(x.shape[2] // t.shape[2], 2) for t in (B, C))
     ys = []
@@ -78,6 +115,17 @@ def mamba_ssm(monkeypatch):
 
 def noise(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_what_the_kernels_do_not_take_is_refused(monkeypatch):
+    monkeypatch.setattr(Backend, "unavailable", lambda self, device_type: None)
+    for cls in (Mamba1, Mamba2):
+        mixer = cls(64)
+        for backend in ("mamba_ssm", "fla")[: len(mixer.backends) - 1]:
+            assert "not torch.float64" in mixer.refuses(backend, "cuda", torch.float64)
+            assert mixer.refuses(backend, "cuda", torch.bfloat16) is None
+        assert mixer.refuses("torch", "cuda", torch.float64) is None
+    assert "state_dim up to 256, not 257" in Mamba1(16, state_dim=257).refuses("mamba_ssm", "cuda", torch.float32)
 
 
 @pytest.mark.usefixtures("mamba_ssm")
