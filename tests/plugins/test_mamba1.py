@@ -55,6 +55,14 @@ def test_agrees_with_transformers(d_model, expand, state_dim, dt_rank, conv_kern
     assert (a - b).norm() < 1e-5 * b.norm()
 
 
+@pytest.mark.filterwarnings("ignore:Triton is not supported on current platform")
+def test_state_dicts_are_those_of_fla():
+    layers = pytest.importorskip("fla.layers")
+    theirs, ours = layers.Mamba(hidden_size=32, intermediate_size=64), Mamba1(32)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+
+
 @pytest.mark.parametrize("decay", ["data", "shared", "none"])
 @pytest.mark.parametrize("conv", [True, False])
 def test_formula(decay, conv):

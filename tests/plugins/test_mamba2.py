@@ -62,6 +62,15 @@ def test_agrees_with_transformers(d_model, head_dim, state_dim, n_groups, conv_k
     ours.load_state_dict(theirs.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:Triton is not supported on current platform")
+def test_state_dicts_are_those_of_fla():
+    layers = pytest.importorskip("fla.layers")
+    theirs = layers.Mamba2(hidden_size=32, num_heads=4, head_dim=16, state_size=16, n_groups=2)
+    ours = Mamba2(32, head_dim=16, state_dim=16, n_groups=2)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+
+
 @pytest.mark.parametrize("decay", ["data", "shared", "none"])
 @pytest.mark.parametrize("options", [{}, {"conv": False}, {"norm": False}, {"n_groups": 2}])
 def test_formula(decay, options):
