@@ -124,6 +124,13 @@ def _patch_triton() -> None:
             node.iter.func = ast.Name(id="range_of_scalars", ctx=ast.Load())
         return self.generic_visit(node)
 
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot_of_values(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return dot(self, a, b, *rest)
+
+    interpreter.InterpreterBuilder.create_dot = dot_of_values  # else it multiplies the bits of bfloat16 as integers
     # A kernel finds there what its source does not name.
     interpreter.range_of_scalars = range_of_scalars
     interpreter.ASTTransformer.visit_For = visit_for

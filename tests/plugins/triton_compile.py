@@ -1,8 +1,8 @@
 """Compiles Triton kernels for GPUs that are not here, and reads what the code asks of them.
 
-`recorded` catches the launches of a function that is called with tensors on the meta device, so that what is compiled is
-exactly what would run: block sizes, warps, strides, alignments. That the function runs on the meta device also proves
-that it never waits for the GPU.
+`recorded` catches the launches of a function that is called with tensors on the meta device, so that what is compiled
+is exactly what would run: block sizes, warps, strides, alignments. That the function runs on the meta device also
+proves that it never waits for the GPU.
 """
 
 from __future__ import annotations
