@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": ("seqarch.commands.generate:run", "continue a text: seqarch generate --ckpt … --prompt …"),
     "mixers": ("seqarch.commands.mixers:run", "list the token mixers that are installed, and their backends"),
     "doctor": ("seqarch.commands.doctor:run", "check every backend of every mixer on this machine's device"),
+    "sweep": ("seqarch.commands.sweep:run", "many runs from one file: architectures × seeds × settings"),
     "data": ("seqarch.commands.data:run", "prepare token shards, train a tokenizer, inspect a corpus"),
 }
 
