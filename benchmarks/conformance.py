@@ -70,7 +70,8 @@ def cell(rows: dict[str, Row], notes: Notes) -> str:
             word = "not run" if message == "slow" else "n/a"
             parts.append(f"{word} {notes(f'{message}{where}')}")
         else:
-            parts.append(f"**{status}** {notes(f'{message}{where}')}")
+            word = status if status == "expected failure" else f"**{status}**"
+            parts.append(f"{word} {notes(f'{message}{where}')}")
     return ", ".join(parts)
 
 
