@@ -39,11 +39,15 @@ class Loss(NamedTuple):
 
 
 class Embedding(nn.Embedding):
-    """Embedding, or head, whose weight ``[V, D]`` starts normal with σ = 0.02 (Radford et al. 2019)."""
+    """Embedding, or head, whose weight ``[V, D]`` starts normal with σ = std, by default 0.02 (Radford et al. 2019)."""
+
+    def __init__(self, vocab_size: int, d_model: int, std: float = 0.02) -> None:
+        self.std = std
+        super().__init__(vocab_size, d_model)
 
     def reset_parameters(self) -> None:
         """Draw the weight."""
-        nn.init.normal_(self.weight, std=0.02)
+        nn.init.normal_(self.weight, std=self.std)
 
 
 class SequenceModel(nn.Module):
@@ -58,6 +62,7 @@ class SequenceModel(nn.Module):
         mixer: Called as ``mixer(d_model, layer_idx=i, n_layers=n)``; several are cycled over the layers.
         channel_mixer: Called as ``channel_mixer(d_model, n_layers=n)``; None for blocks without one.
         tie_embeddings: The head shares the embedding's weight.
+        embedding_std: σ of the embedding's initial values; a head of its own starts with 0.02.
         norm_eps: ε of the RMS norms.
         activation_checkpointing: Keep only each block's input for backward and recompute the rest.
     """
@@ -71,17 +76,20 @@ class SequenceModel(nn.Module):
         channel_mixer: ChannelMixerFactory | None,
         *,
         tie_embeddings: bool = True,
+        embedding_std: float = 0.02,
         norm_eps: float = 1e-5,
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         at_least(1, vocab_size=vocab_size, d_model=d_model, n_layers=n_layers)
+        if embedding_std <= 0:
+            raise ValueError(f"embedding_std must be above 0, got {embedding_std}")
         mixers = [mixer] if callable(mixer) else list(mixer)
         if not mixers:
             raise ValueError("mixer is an empty list: name at least one")
         self.vocab_size, self.d_model, self.n_layers = vocab_size, d_model, n_layers
         self.activation_checkpointing = activation_checkpointing
-        self.embedding = Embedding(vocab_size, d_model)
+        self.embedding = Embedding(vocab_size, d_model, embedding_std)
         blocks = [
             Block(
                 mixers[i % len(mixers)](d_model, layer_idx=i, n_layers=n_layers),

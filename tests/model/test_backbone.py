@@ -55,6 +55,15 @@ def build(seed=0, mixer=Mean, channel_mixer=SwiGLU, **options):
 IDS = torch.randint(0, 50, (2, 11), generator=torch.Generator().manual_seed(0))
 
 
+def test_embedding_std_is_that_of_the_embedding_alone():
+    small, large = build(tie_embeddings=False), build(tie_embeddings=False, embedding_std=1.0)
+    torch.testing.assert_close(large.embedding.weight, 50 * small.embedding.weight)
+    assert torch.equal(large.head.weight, small.head.weight)
+    assert small.head.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    with pytest.raises(ValueError, match="embedding_std must be above 0, got 0"):
+        build(embedding_std=0)
+
+
 def test_losses_are_those_of_the_logits():
     model = build()
     logits, state = model(IDS)
