@@ -26,20 +26,23 @@ class RecallTask:
     The lower half of the vocabulary, without 0, are keys, the upper half values. A sequence starts with P pairs
     of a key and a value, all different. Of the places after them, two apart, P are drawn for the keys in random order,
     a place at distance i with weight i^(power - 1): the smaller ``power``, the more queries follow soon. All other
-    tokens there are random. The label at a query is its key's value; all other positions have none.
+    tokens there are 0, or random. The label at a query is its key's value; all other positions have none.
 
     Args:
         vocab_size: Number of token ids V.
         seq_len: T.
         n_pairs: P.
         power: Of the law of the queries' distances.
+        random_non_queries: Random tokens between the queries, keys and values among them, instead of 0.
         key: Another key is another set of sequences.
 
     Raises:
         ValueError: If the pairs do not fit in the sequence or in the vocabulary.
     """
 
-    def __init__(self, vocab_size: int, seq_len: int, n_pairs: int, power: float, key: int) -> None:
+    def __init__(
+        self, vocab_size: int, seq_len: int, n_pairs: int, power: float, random_non_queries: bool, key: int
+    ) -> None:
         if n_pairs < 1:
             raise ValueError(f"n_pairs must be at least 1, got {n_pairs}")
         if 4 * n_pairs > seq_len:
@@ -55,6 +58,7 @@ class RecallTask:
         if power <= 0:
             raise ValueError(f"power must be above 0, got {power}")
         self.vocab_size, self.seq_len, self.n_pairs, self.key = vocab_size, seq_len, n_pairs, key
+        self.random_non_queries = random_non_queries
         self._places = (seq_len - 2 * n_pairs) // 2
         self._weights = np.arange(1, self._places + 1) ** (power - 1)
         self._n_keys, self._n_values = vocab_size // 2 - 1, vocab_size - vocab_size // 2
@@ -71,7 +75,7 @@ class RecallTask:
         values = self.vocab_size // 2 + _first(of_values, P)
         # The order of exponential variables over their weights is that of weighted draws without replacement.
         places = 2 * P + 2 * _first(-np.log1p(-of_places) / self._weights, P)
-        input_ids = (noise * self.vocab_size).astype(np.int64)
+        input_ids = (noise * self.vocab_size if self.random_non_queries else np.zeros_like(noise)).astype(np.int64)
         labels = np.full_like(input_ids, IGNORE)
         input_ids[:, 0 : 2 * P : 2] = keys
         input_ids[:, 1 : 2 * P : 2] = values
@@ -144,6 +148,8 @@ class MQARDataModule(StepDataModule):
         vocab_size: Token ids: the lower half are keys, the upper half values.
         n_pairs: Key-value pairs of a sequence, each asked for once.
         power: Where queries come: at distance i with weight i^(power - 1), so that most come soon.
+        random_non_queries: Put random tokens between the queries instead of 0, keys and values among them; harder.
+            The authors' code has both, and for the paper's Figure 2 it has 0.
         seed: Another seed is another stream of training sequences.
         val_sequences: Sequences of the validation.
         num_workers: Loader processes of each rank; 0 generates in the training process.
@@ -159,6 +165,7 @@ class MQARDataModule(StepDataModule):
         vocab_size: int = 256,
         n_pairs: int = 16,
         power: float = 0.01,
+        random_non_queries: bool = False,
         seed: int = 0,
         val_sequences: int = 1000,
         num_workers: int = 0,
@@ -170,11 +177,13 @@ class MQARDataModule(StepDataModule):
         self.vocab_size = vocab_size
         self.n_pairs = n_pairs
         self.power = power
+        self.random_non_queries = random_non_queries
         self.seed = seed
         self.val_sequences = val_sequences
         self.val_domains = ["mqar"]
-        self.train_task = RecallTask(vocab_size, seq_len, n_pairs, power, derive_key("mqar train", seed))
-        self.val_task = RecallTask(vocab_size, seq_len, n_pairs, power, derive_key("mqar validation"))
+        of_task = (vocab_size, seq_len, n_pairs, power, random_non_queries)
+        self.train_task = RecallTask(*of_task, derive_key("mqar train", seed))
+        self.val_task = RecallTask(*of_task, derive_key("mqar validation"))
 
     def in_domain(self, name: str) -> bool:
         """Always true: validation is the task that is trained on."""
@@ -210,7 +219,7 @@ class MQARDataModule(StepDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """What decides the training data."""
-        names = ("seed", "seq_len", "batch_size", "vocab_size", "n_pairs", "power")
+        names = ("seed", "seq_len", "batch_size", "vocab_size", "n_pairs", "power", "random_non_queries")
         return {"order": {name: getattr(self, name) for name in names}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -16,7 +16,17 @@ P, T, V = 16, 64, 256
 
 
 def task(key=3, **options):
-    return RecallTask(**{"vocab_size": V, "seq_len": T, "n_pairs": P, "power": 0.01, "key": key, **options})
+    return RecallTask(
+        **{
+            "vocab_size": V,
+            "seq_len": T,
+            "n_pairs": P,
+            "power": 0.01,
+            "random_non_queries": True,
+            "key": key,
+            **options,
+        }
+    )
 
 
 def test_every_key_is_asked_for_once_and_the_label_is_its_value():
@@ -35,6 +45,15 @@ def test_every_key_is_asked_for_once_and_the_label_is_its_value():
         assert sorted(ids[queries]) == sorted(keys)
         assert [value_of[k] for k in ids[queries]] == labels[queries].tolist()
     assert batch["input_ids"].max() < V
+
+
+def test_without_random_tokens_everything_between_the_queries_is_zero():
+    noisy, plain = (task(random_non_queries=r)(np.arange(50)) for r in (True, False))
+    between = noisy["labels"] == IGNORE
+    between[:, : 2 * P] = False
+    assert (plain["input_ids"][between] == 0).all()
+    assert torch.equal(plain["input_ids"][~between], noisy["input_ids"][~between])
+    assert torch.equal(plain["labels"], noisy["labels"])
 
 
 def test_a_sequence_is_a_function_of_key_and_number():
@@ -116,9 +135,10 @@ def metrics(run_dir):
 
 def fit(run_dir, *arguments):
     shared = [
-        "--config", "recipes/mqar/attention.yaml", f"--run_dir={run_dir}", "--data.batch_size=8",
+        "--config", "recipes/mqar/base.yaml", f"--run_dir={run_dir}", "--data.batch_size=8",
         "--data.val_sequences=20", "--model.val_every_n_steps=2", "--trainer.log_every_n_steps=1",
         "--checkpoint_every_n_steps=2", "--trainer.accelerator=cpu",
+        "--model.schedule.warmup_steps=1",
     ]  # fmt: skip
     main(["fit", *shared, *arguments])
     return metrics(run_dir)
