@@ -38,11 +38,14 @@ def _blocks(C: int, D: int, dtype: torch.dtype) -> tuple[dict[str, int], dict[st
     wide).
     """
     BLOCK_D = max(16, triton.next_power_of_2(D))
-    wide, single = BLOCK_D >= 128, dtype == torch.float32
+    wide, single, amd = BLOCK_D >= 128, dtype == torch.float32, torch.version.hip is not None
     rows = min(C, (16 if wide else 32) if single else 64)
-    shared = {"C": C, "D": D, "BLOCK_D": BLOCK_D, "BLOCK_N": rows, "num_stages": 1 if single else 2}
-    shared["num_warps"] = 8 if (wide or single) and torch.version.hip is None else 4
-    return {**shared, "BLOCK_M": rows}, {**shared, "BLOCK_M": min(rows, 32)}
+    half = min(rows, 32)
+    shared = {"C": C, "D": D, "BLOCK_D": BLOCK_D, "num_stages": 1 if single else 2}
+    shared["num_warps"] = 8 if (wide or single) and not amd else 4
+    # With blocks of 64 keys LLVM (Triton 3.9) aborts on own_forward for gfx942 at C = 256, D = 128.
+    by_query = {**shared, "BLOCK_M": rows, "BLOCK_N": half if wide and amd else rows}
+    return by_query, {**shared, "BLOCK_M": half, "BLOCK_N": rows}
 
 
 def _strides(*tensors: Tensor) -> list[int]:
