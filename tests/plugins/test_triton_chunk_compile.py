@@ -22,7 +22,7 @@ SPILLED = {
     ("own_keys_backward", "sm_80", 64, torch.float32): 8,
     ("attend_token", "sm_100", 128, torch.bfloat16): 8,
 }
-"""Bytes a thread that may spill: float32's, which are multiplied without tensor cores, and a stack frame of two words."""
+"""Bytes a thread that may spill: some of float32's, multiplied without tensor cores; and a stack frame of two words."""
 
 
 def launches(monkeypatch, target, D, C, dtype, T=4096, H=8, G=4):
