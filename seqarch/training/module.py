@@ -24,13 +24,17 @@ from seqarch.model.channel import ChannelMixer
 from seqarch.model.init import marked
 from seqarch.model.loss import IGNORE_INDEX
 from seqarch.options import at_least
+from seqarch.training.documents import DomainDocuments
 from seqarch.training.hyperparameters import differences, to_plain
 from seqarch.training.known_warnings import ignore_known_warnings
 from seqarch.training.loops import logging_due, recount, set_length, set_validation
 from seqarch.training.metrics import record, resume_loggers
 from seqarch.training.optimizer import AdamWConfig, build_adamw, configure_groups, gradient_norm
 from seqarch.training.schedule import Cosine, Schedule
+from seqarch.training.seen_tokens import SeenTokens
+from seqarch.training.smoothing import SmoothedLoss
 from seqarch.training.validation import DomainLoss, domain_metrics
+from seqarch.training.validation_sums import ValidationSums
 
 _ADAMW, _COSINE = AdamWConfig(), Cosine()
 
@@ -101,9 +105,14 @@ class SequenceModule(L.LightningModule):
         """Steps skipped so far because loss or gradient was not finite."""
         self.domain_losses: list[DomainLoss] = []
         """What the last validation found."""
+        self.document_losses: list[DomainDocuments] = []
+        """The same by document; empty if the batches do not say which documents they are of."""
         self.skipped_in_a_row = 0
         self._window: Tensor | None = None  # sums over the step being accumulated: objective, nats, labels
-        self._val_sums: Tensor | None = None  # sums by domain: nats, labels, bytes, hits
+        self._smoothed_loss = SmoothedLoss()
+        self._seen: SeenTokens | None = None
+        self._seen_state: Tensor | None = None  # a checkpoint's
+        self._val_sums: ValidationSums | None = None
         with torch.device("meta"):  # cheap, and a wrong configuration shows at once
             self.model = SequenceModel(
                 vocab_size,
@@ -187,6 +196,8 @@ class SequenceModule(L.LightningModule):
         resume_loggers(self.trainer)
         configure_groups(self.optimizer_config, self.trainer.optimizers[0])
         self._window = torch.zeros(3, dtype=torch.float64, device=self.device)
+        known = self.trainer.global_step == 0 or self._seen_state is not None
+        self._seen = SeenTokens(self.model.vocab_size, self.device, self._seen_state) if known else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""
@@ -200,6 +211,8 @@ class SequenceModule(L.LightningModule):
             )
         assert isinstance(loss, Loss)
         labels = (batch["labels"] != IGNORE_INDEX).sum()
+        if self._seen is not None:
+            self._seen.add(batch["labels"])
         assert self._window is not None
         self._window += torch.stack([loss.objective.detach(), loss.nll * labels, labels])
         return loss.objective
@@ -241,6 +254,8 @@ class SequenceModule(L.LightningModule):
             nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
         self.skipped_steps += skip
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
+        if not skip:
+            self._smoothed_loss.add(loss)
         self._record_step(loss, grad_norm, lr, skip)
         if self.skipped_in_a_row >= self.max_skipped_steps:
             raise TrainingDivergedError(
@@ -268,54 +283,60 @@ class SequenceModule(L.LightningModule):
     # --- validation ---------------------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
-        """Start the sums by domain."""
-        self._val_sums = torch.zeros(len(self.data.val_domains), 4, dtype=torch.float64, device=self.device)
+        """Start the sums by domain and by document."""
+        if self._seen is None and self._seen_state is not None:  # not after training, but from a checkpoint
+            self._seen = SeenTokens(self.model.vocab_size, self.device, self._seen_state)
+        if self._seen is not None:
+            self._seen.unite(self.trainer.strategy)
+        names = self.data.val_domains
+        inside = [self.data.in_domain(name) for name in names]
+        self._val_sums = ValidationSums(names, inside, self.device, self._seen, self._counts_hits)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add up one batch's nats, predictions, bytes, and hits where the data module asks for the accuracy."""
+        """Add up one batch's nats, predictions and bytes, and hits where the data module asks for the accuracy."""
         input_ids, labels = batch["input_ids"], batch["labels"]
         # Windows come in many lengths: compiling for each would take longer than it saves.
         usual = input_ids.shape == (self.data.micro_batch_size, self.data.seq_len)
         with torch.compiler.set_stance("default" if usual else "force_eager"):
             nll = self.model(input_ids, labels=labels, cu_seqlens=batch.get("cu_seqlens"), per_token=True)
-        hits = torch.zeros((), device=self.device)
+        hits = None
         if self._counts_hits:
             logits, _ = self.model(input_ids, cu_seqlens=batch.get("cu_seqlens"))
             hits = (logits.argmax(dim=-1) == labels).sum()
-        sums = [nll.sum(dtype=torch.float64), (labels != IGNORE_INDEX).sum(), batch["bytes"].sum(), hits]
         assert self._val_sums is not None
-        self._val_sums[dataloader_idx] += torch.stack(sums)
+        self._val_sums.add(dataloader_idx, batch, nll, hits)
 
     @property
     def _counts_hits(self) -> bool:
         return getattr(self.data, "accuracy", False)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the losses by domain."""
+        """Log the losses by domain, and gather those by document."""
         assert self._val_sums is not None
-        sums = self.trainer.strategy.reduce(self._val_sums, reduce_op="sum")
-        self.domain_losses = [
-            DomainLoss(
-                name, self.data.in_domain(name), nats, int(tokens), n_bytes, int(hits) if self._counts_hits else None
-            )
-            for name, (nats, tokens, n_bytes, hits) in zip(self.data.val_domains, sums.tolist(), strict=True)
-        ]
+        self.domain_losses = self._val_sums.by_domain(self.trainer.strategy)
+        self.document_losses = self._val_sums.by_document(self.trainer.strategy)
         if self.trainer.sanity_checking:
             return
         metrics = domain_metrics(self.domain_losses)
         self.log_dict(metrics, logger=False)
         if self.trainer.state.fn == "fit":
+            if self._smoothed_loss.value is not None:
+                metrics["train/smoothed_loss"] = self._smoothed_loss.value
             record(self.trainer, self.trainer.global_step, self.tokens, metrics)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what a resumed run must know."""
+        if self._seen is not None:
+            self._seen.unite(self.trainer.strategy)
         checkpoint["seqarch"] = {
             "seed": self.seed,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
             "tokens": self.tokens,
+            "smoothed_loss": self._smoothed_loss.state(),
+            "seen_tokens": None if self._seen is None else self._seen.state(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -330,5 +351,8 @@ class SequenceModule(L.LightningModule):
         self.seed = state["seed"]
         self.skipped_steps = state["skipped_steps"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
+        if "smoothed_loss" in state:  # checkpoints of the first version have neither
+            self._smoothed_loss.load(state["smoothed_loss"])
+            self._seen_state = state["seen_tokens"]
         if self._trainer is not None and self._trainer.state.fn == "fit":
             recount(checkpoint["loops"], checkpoint["global_step"], self._trainer.accumulate_grad_batches)

@@ -19,6 +19,8 @@ class DomainLoss:
         tokens: Number of predictions.
         bytes: Length of the text in bytes; 0 if the tokens stand for no text.
         hits: Labels that are the most probable token; None if they were not counted.
+        unseen_nats: The part of ``nats`` that falls on labels which never were one in training; None if that is not
+            known.
     """
 
     name: str
@@ -27,6 +29,7 @@ class DomainLoss:
     tokens: int
     bytes: float
     hits: int | None = None
+    unseen_nats: float | None = None
 
     @property
     def loss(self) -> float:
@@ -44,6 +47,11 @@ class DomainLoss:
         return None if self.hits is None else self.hits / self.tokens if self.tokens else math.nan
 
     @property
+    def unseen_share(self) -> float | None:
+        """Share of the loss that falls on labels which never were one in training; None if that is not known."""
+        return None if self.unseen_nats is None else self.unseen_nats / self.nats if self.nats else math.nan
+
+    @property
     def perplexity(self) -> float:
         """e to the loss; infinite where that overflows."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
@@ -52,12 +60,13 @@ class DomainLoss:
 def domain_metrics(losses: Sequence[DomainLoss]) -> dict[str, float]:
     """``val/loss/<domain>``, ``val/bpb/<domain>``, and the unweighted means over the domains in and out of training.
 
-    Where they were counted, ``val/accuracy/<domain>`` too. Bits per byte of no text and a mean over no domain are left
-    out.
+    Where they were counted, ``val/accuracy/<domain>`` and ``val/unseen_share/<domain>`` too. Bits per byte of no text
+    and a mean over no domain are left out.
     """
     metrics = {f"val/loss/{d.name}": d.loss for d in losses}
     metrics |= {f"val/bpb/{d.name}": d.bpb for d in losses if d.bytes}
     metrics |= {f"val/accuracy/{d.name}": d.accuracy for d in losses if d.accuracy is not None}
+    metrics |= {f"val/unseen_share/{d.name}": d.unseen_share for d in losses if d.unseen_share is not None}
     for name, inside in (("id", True), ("ood", False)):
         group = [d.loss for d in losses if d.in_domain is inside]
         if group:

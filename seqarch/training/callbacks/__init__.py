@@ -1,4 +1,4 @@
-"""Lightning callbacks: speed, progress, tables by domain, checkpoints."""
+"""Lightning callbacks: speed, progress, tables by domain, losses by document, checkpoints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from lightning.pytorch.callbacks import Callback
 
 from seqarch.training.callbacks.checkpoints import Checkpoints
+from seqarch.training.callbacks.documents import DocumentLosses
 from seqarch.training.callbacks.progress import StepProgress
 from seqarch.training.callbacks.table import DomainTable
 from seqarch.training.callbacks.throughput import Throughput
@@ -32,4 +33,4 @@ def run_callbacks(
     """
     progress = [StepProgress()] if progress_bar else []
     checkpoints = Checkpoints(Path(run_dir) / "checkpoints", every_n_steps, keep)
-    return [Throughput(peak_flops), *progress, DomainTable(), checkpoints]
+    return [Throughput(peak_flops), *progress, DomainTable(), DocumentLosses(Path(run_dir)), checkpoints]
