@@ -17,6 +17,7 @@ COMMANDS = {
     "mixers": ("seqarch.commands.mixers:run", "list the token mixers that are installed, and their backends"),
     "doctor": ("seqarch.commands.doctor:run", "check every backend of every mixer on this machine's device"),
     "sweep": ("seqarch.commands.sweep:run", "many runs from one file: architectures × seeds × settings"),
+    "compare": ("seqarch.commands.compare:run", "which architecture loses base capabilities: seqarch compare RUN…"),
     "data": ("seqarch.commands.data:run", "prepare token shards, train a tokenizer, inspect a corpus"),
 }
 
