@@ -77,8 +77,8 @@ class _ChunkAttention(torch.autograd.Function):
         blocks, strides = _blocks(C, D, q.dtype)[0], _strides(q, k, v)
         queries = sort_queries(index, G, N)
         with torch.cuda.device_of(q):
-            own_forward[((N - n0) * (C // blocks["BLOCK_M"]) * (H // G), B * G)](
-                q, k, v, o, lse, begin, scale, T, S, H, n0, *strides, G=G, R=H // G, **blocks
+            own_forward[((N - n0) * (C // blocks["BLOCK_M"]) * B * H,)](
+                q, k, v, o, lse, begin, scale, T, S, H, B * H, n0, *strides, R=H // G, **blocks
             )
             parts = queries.blocks(blocks["BLOCK_M"], B * G * (S // C))
             if S >= C:
@@ -109,8 +109,8 @@ class _ChunkAttention(torch.autograd.Function):
         parts = torch.empty((2, len(splits.chunk), C, D), dtype=torch.float32, device=q.device)
         sizes = (ctx.scale, T, H, N, B * G * N)
         with torch.cuda.device_of(q):
-            own_queries_backward[((N - ctx.n0) * (C // by_query["BLOCK_M"]) * R, B * G)](
-                q, k, v, o, lse, do, dq, delta, begin, ctx.scale, T, S, H, ctx.n0, *strides, G=G, R=R,
+            own_queries_backward[((N - ctx.n0) * (C // by_query["BLOCK_M"]) * B * H,)](
+                q, k, v, o, lse, do, dq, delta, begin, ctx.scale, T, S, H, B * H, ctx.n0, *strides, R=R,
                 **by_query,
             )  # fmt: skip
             if S >= C:
@@ -122,8 +122,8 @@ class _ChunkAttention(torch.autograd.Function):
                     q, k, v, lse, do, delta, *parts, begin, query, query_begin, splits.chunk, splits.start,
                     *sizes, *strides, G=G, **by_key, SPLIT=_SPLIT,
                 )  # fmt: skip
-            own_keys_backward[(N * (C // by_key["BLOCK_N"]), B * G)](
-                q, k, v, lse, do, delta, *parts, dk, dv, begin, splits.first, ctx.scale, T, S, H, N,
+            own_keys_backward[(N * (C // by_key["BLOCK_N"]) * B * G,)](
+                q, k, v, lse, do, delta, *parts, dk, dv, begin, splits.first, ctx.scale, T, S, H, N, B * G,
                 *strides, G=G, R=R, **{**by_key, "num_stages": 1},  # one loop after the other: two buffers do not fit
             )  # fmt: skip
         return dq, dk, dv, None, dP, None, None, None, None

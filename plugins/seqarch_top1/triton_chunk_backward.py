@@ -37,18 +37,17 @@ def weights_by_key(q, k, v, do, lse, delta, qk_scale):
 
 @triton.jit
 def own_queries_backward(
-    q, k, v, o, lse, do, dq, delta, begin, scale, T, S, H, n0,
+    q, k, v, o, lse, do, dq, delta, begin, scale, T, S, H, heads, n0,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    G: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """dq from the own chunk, and δ, for BLOCK_M queries. Grid as of ``own_forward``."""
     PER: tl.constexpr = C // BLOCK_M
-    r = tl.program_id(0) % R
-    piece = tl.program_id(0) // R
-    b = (tl.program_id(1) // G).to(tl.int64)
-    g = tl.program_id(1) % G
-    h = g * R + r
+    piece = tl.program_id(0) // heads
+    b = (tl.program_id(0) % heads // H).to(tl.int64)
+    h = tl.program_id(0) % H
+    g = h // R
     chunk = n0 + piece // PER
     start = tl.load(begin + chunk)
     end = tl.load(begin + chunk + 1)
@@ -159,17 +158,18 @@ def selected_keys_backward(
 
 @triton.jit
 def own_keys_backward(
-    q, k, v, lse, do, delta, dk_part, dv_part, dk, dv, begin, split_first, scale, T, S, H, N,
+    q, k, v, lse, do, delta, dk_part, dv_part, dk, dv, begin, split_first, scale, T, S, H, N, heads,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     G: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BLOCK_N keys: the queries of their own chunk, then the partial sums. Grid: N·C/BLOCK_N, B·G."""
+    """dk, dv of BLOCK_N keys: queries of their own chunk, then partial sums. Grid: N·C/BLOCK_N × ``heads`` = B·G."""
     PER: tl.constexpr = C // BLOCK_N
-    chunk = tl.program_id(0) // PER
-    inner = tl.program_id(0) % PER * BLOCK_N + tl.arange(0, BLOCK_N)
-    b = (tl.program_id(1) // G).to(tl.int64)
-    g = tl.program_id(1) % G
+    piece = tl.program_id(0) // heads
+    chunk = piece // PER
+    inner = piece % PER * BLOCK_N + tl.arange(0, BLOCK_N)
+    b = (tl.program_id(0) % heads // G).to(tl.int64)
+    g = tl.program_id(0) % G
     start = tl.load(begin + chunk)
     end = tl.load(begin + chunk + 1)
     j = start + inner
@@ -181,7 +181,7 @@ def own_keys_backward(
         dv_rows = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         for r in range(0, R):
             h = g * R + r
-            for step in range(tl.program_id(0) % PER * BLOCK_N, C, BLOCK_M):
+            for step in range(piece % PER * BLOCK_N, C, BLOCK_M):
                 i = start + step + tl.arange(0, BLOCK_M)
                 t = i - (S - T)
                 valid = (i < end) & (t >= 0)
@@ -196,7 +196,7 @@ def own_keys_backward(
                 ds = tl.where(visible, ds, 0.0)
                 dv_rows += tl.dot(p.to(do_rows.dtype), do_rows, input_precision="ieee")
                 dk_rows += tl.dot(ds.to(q_rows.dtype), q_rows, input_precision="ieee")
-        m = tl.program_id(1) * N + chunk
+        m = tl.program_id(0) % heads * N + chunk
         first, last = tl.load(split_first + m), tl.load(split_first + m + 1)
         for split in tl.range(first, last, num_stages=1):
             dk_rows += load_rows(dk_part, (split.to(tl.int64) * C + inner) * D, inside, D, BLOCK_D)

@@ -54,18 +54,17 @@ def attend(o, top, z, q, k, v, qk_scale, visible):
 
 @triton.jit
 def own_forward(
-    q, k, v, o, lse, begin, scale, T, S, H, n0,
+    q, k, v, o, lse, begin, scale, T, S, H, heads, n0,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    G: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attention of BLOCK_M queries within their own chunk. Grid: blocks of chunks n0 … × R, B·G."""
+    """Attention of BLOCK_M queries within their own chunk. Grid: blocks of chunks n0 … × ``heads`` = B·H."""
     PER: tl.constexpr = C // BLOCK_M
-    r = tl.program_id(0) % R
-    piece = tl.program_id(0) // R
-    b = (tl.program_id(1) // G).to(tl.int64)
-    g = tl.program_id(1) % G
-    h = g * R + r
+    piece = tl.program_id(0) // heads
+    b = (tl.program_id(0) % heads // H).to(tl.int64)
+    h = tl.program_id(0) % H
+    g = h // R
     chunk = n0 + piece // PER
     start = tl.load(begin + chunk)
     end = tl.load(begin + chunk + 1)

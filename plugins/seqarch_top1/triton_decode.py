@@ -22,14 +22,14 @@ _MEANS = 64  # mean keys a program scores
 
 @triton.jit(do_not_specialize=["n"])
 def mean_logits(
-    q, means, logits, n, q_batch, q_head, means_batch, means_head,
+    q, means, logits, n, heads, q_batch, q_head, means_batch, means_head,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """q·mean for BLOCK_N chunks and the R heads of a key-value head. Grid: blocks of chunks, B·G."""
-    b = (tl.program_id(1) // G).to(tl.int64)
-    g = tl.program_id(1) % G
+    """q·mean for BLOCK_N chunks and the R heads of a key-value head. Grid: blocks of chunks × ``heads`` = B·G."""
+    b = (tl.program_id(0) % heads // G).to(tl.int64)
+    g = tl.program_id(0) % G
     d = tl.arange(0, BLOCK_D)
-    m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(0) // heads * BLOCK_N + tl.arange(0, BLOCK_N)
     x = load_rows(means + b * means_batch + g * means_head, m * D, m < n, D, BLOCK_D).to(tl.float32)
     for r in range(0, R):
         h = g * R + r
@@ -39,14 +39,14 @@ def mean_logits(
 
 @triton.jit(do_not_specialize=["n"])
 def exact_logits(
-    q, k, logits, n, scale, q_batch, q_head, k_batch, k_token, k_head,
+    q, k, logits, n, heads, scale, q_batch, q_head, k_batch, k_token, k_head,
     G: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp (base 2) of the scores of one chunk, for the R heads of a key-value head. Grid: n, B·G."""
-    b = (tl.program_id(1) // G).to(tl.int64)
-    g = tl.program_id(1) % G
+    """Log-sum-exp (base 2) of a chunk's scores, for the R heads of a key-value head. Grid: n × ``heads`` = B·G."""
+    b = (tl.program_id(0) % heads // G).to(tl.int64)
+    g = tl.program_id(0) % G
     d = tl.arange(0, BLOCK_D)
-    m = tl.program_id(0)
+    m = tl.program_id(0) // heads
     whole = tl.full([BLOCK_N], 1, tl.int1)
     for r in range(0, R):
         h = g * R + r
@@ -131,12 +131,12 @@ def triton_decode(q: Tensor, k: Tensor, v: Tensor, means: Tensor | None, *, scal
         if n == 0:
             pass  # the own chunk is all there is
         elif means is None:
-            exact_logits[(n, B * G)](
-                q, k, logits, n, scale, *q_strides, *k.stride()[:3], G=G, C=C, **heads, BLOCK_N=rows
+            exact_logits[(n * B * G,)](
+                q, k, logits, n, B * G, scale, *q_strides, *k.stride()[:3], G=G, C=C, **heads, BLOCK_N=rows
             )
         else:
-            mean_logits[(triton.cdiv(n, _MEANS), B * G)](
-                q, means, logits, n, *q_strides, *means.stride()[:2], G=G, **heads, BLOCK_N=_MEANS
+            mean_logits[(triton.cdiv(n, _MEANS) * B * G,)](
+                q, means, logits, n, B * G, *q_strides, *means.stride()[:2], G=G, **heads, BLOCK_N=_MEANS
             )
         attend_token[(B * H,)](
             q, k, v, logits, o, S, n, scale, *q_strides, *k.stride()[:3], *v.stride()[:3],
