@@ -10,7 +10,8 @@ from torch import Tensor
 from seqarch.model import SequenceModel
 from seqarch.options import at_least
 
-_PREFILL = 2048  # tokens of the prompt a call
+PREFILL = 2048
+"""Tokens of a prompt that one call reads: bounds the memory of its activations."""
 
 
 def generate(
@@ -69,7 +70,7 @@ def _draw(
     state = model.init_state(1, len(prompt) + max_new_tokens)
     tokens = torch.tensor([prompt], device=device)
     logits = tokens  # replaced below: the prompt is not empty
-    for chunk in tokens.split(_PREFILL, dim=1):
+    for chunk in tokens.split(PREFILL, dim=1):
         logits, state = model(chunk, state=state, last_only=True)
     for i in range(max_new_tokens):
         probability = next_token_distribution(logits[0, -1], temperature=temperature, top_k=top_k, top_p=top_p)

@@ -34,7 +34,7 @@ def test_greedy_equals_the_whole_prefix_each_time(model):
 
 def test_a_long_prompt_is_read_in_parts(model, monkeypatch):
     whole = list(generate(model, PROMPT, 5, temperature=0))
-    monkeypatch.setattr("seqarch.evaluation.generation._PREFILL", 2)
+    monkeypatch.setattr("seqarch.evaluation.generation.PREFILL", 2)
     assert list(generate(model, PROMPT, 5, temperature=0)) == whole
 
 

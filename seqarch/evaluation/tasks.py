@@ -1,0 +1,165 @@
+"""Downstream tasks through lm-evaluation-harness: which ones, with how many shots, and what is kept of the results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from seqarch.data.manifest import write_aside
+from seqarch.evaluation.lm_eval_model import SeqarchLM
+
+GROUPS: dict[str, dict[str, int]] = {
+    "base": {
+        "mmlu": 5,
+        "openbookqa": 0,
+        "arc_easy": 0,
+        "arc_challenge": 0,
+        "boolq": 0,
+        "race": 0,
+        "social_iqa": 0,
+        "sciq": 0,
+        "hellaswag": 0,
+        "copa": 0,
+        "piqa": 0,
+        "winogrande": 0,
+    },
+    "recall": {"swde": 0, "squad_completion": 0, "fda": 0},
+}
+"""Groups of tasks, each with its usual number of examples in the context."""
+
+
+class Tasks(TaskManager):
+    """lm-eval's tasks and those of a folder, with an error of its own for a task whose data cannot be had."""
+
+    def load(self, task_list: Any) -> Any:
+        """Load tasks by name.
+
+        Raises:
+            TaskUnavailableError: If the data or a package that a task needs is missing.
+        """
+        try:
+            return super().load(task_list)
+        except Exception as error:  # tasks run code of their own, and fail in as many ways
+            raise TaskUnavailableError(error) from error
+
+
+class TaskUnavailableError(Exception):
+    """A task cannot be loaded. The message is the reason, on one line."""
+
+    def __init__(self, error: Exception) -> None:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, ConnectionError):
+            reason += "; run it once where there is a network (its data is then in the cache), or give local task files"
+        super().__init__(reason)
+
+
+def tasks_for(names: Sequence[str], include_path: str | None) -> Tasks:
+    """The tasks of a folder, and lm-eval's own (whose 15,000 files take a while to read) if they do not hold all names.
+
+    Raises:
+        ValueError: If there is no such folder.
+    """
+    if include_path is not None:
+        if not Path(include_path).is_dir():
+            raise ValueError(f"include_path: there is no folder {include_path}")
+        local = Tasks(include_path=include_path, include_defaults=False)
+        if set(names) <= set(local.all_tasks):
+            return local
+    return Tasks(include_path=include_path)
+
+
+def shots_of(names: Sequence[str], known: Sequence[str]) -> dict[str, int | None]:
+    """The tasks that names mean, groups resolved, each with its number of shots (None: as lm-eval has it).
+
+    Raises:
+        ValueError: For a name that is neither in ``known`` nor a group.
+    """
+    found: dict[str, int | None] = {}
+    for name in names:
+        if name in GROUPS:
+            found |= GROUPS[name]
+        elif name in known:
+            found[name] = None
+        else:
+            near = get_close_matches(name, [*known, *GROUPS], n=1)
+            hint = f"did you mean '{near[0]}'?" if near else "`lm-eval ls tasks` lists them"
+            raise ValueError(f"tasks: there is no task '{name}': {hint}")
+    return found
+
+
+def evaluate(
+    lm: SeqarchLM, shots: Mapping[str, int | None], manager: Tasks, limit: int | None = None
+) -> Iterator[tuple[str, dict[str, Any] | TaskUnavailableError]]:
+    """Evaluate one task after the other.
+
+    Args:
+        lm: The model.
+        shots: Tasks with their number of shots.
+        manager: Knows the tasks.
+        limit: Only so many documents of each task.
+
+    Yields:
+        The name of a task, and its results as they come (nothing on other processes than the first), or why it could
+        not be loaded.
+    """
+    for name, n in shots.items():
+        try:
+            found = simple_evaluate(
+                lm, tasks=[name], num_fewshot=n, limit=limit, task_manager=manager, log_samples=False
+            )
+        except TaskUnavailableError as error:
+            yield name, error
+            continue
+        if found is not None:
+            yield name, _condensed(dict(found), name, limit)
+
+
+def _condensed(found: dict[str, Any], name: str, limit: int | None) -> dict[str, Any]:
+    """Of lm-eval's results what is worth keeping: scores with their standard errors, and how they came about."""
+    scores = {task: _scores(values) for task, values in found["results"].items()}
+    shots = sorted({n for n in found["n-shot"].values() if n is not None})
+    return {
+        "num_fewshot": shots[0] if len(shots) == 1 else shots,
+        "limit": limit,
+        "documents": sum(n["effective"] for n in found["n-samples"].values()),
+        "version": found["versions"].get(name),
+        "scores": scores.pop(name, {}),
+        "subtasks": scores,
+    }
+
+
+def _scores(values: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """lm-eval's ``acc,none`` and ``acc_stderr,none`` as one entry ``acc``; a filter's name stays."""
+    scores: dict[str, dict[str, float | None]] = {}
+    for key, value in values.items():
+        metric, comma, name = key.partition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+            continue
+        error = values.get(f"{metric}_stderr,{name}")
+        scores[metric if name == "none" else key] = {
+            "value": float(value),
+            "stderr": float(error) if isinstance(error, (int, float)) else None,
+        }
+    return scores
+
+
+def write_results(path: Path, model: dict[str, Any], tasks: dict[str, dict[str, Any]]) -> None:
+    """Put tasks' results into a file, beside those of other tasks that it has.
+
+    Args:
+        path: A JSON file: ``{"model": …, "tasks": {name: …}}``; its folder is made.
+        model: Which model it was; tasks of another one are dropped from the file.
+        tasks: Results by name.
+    """
+    kept: dict[str, Any] = {}
+    if path.is_file():
+        old = json.loads(path.read_text(encoding="utf-8"))
+        kept = old["tasks"] if old["model"] == model else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_aside(path, json.dumps({"model": model, "tasks": {**kept, **tasks}}, indent=1).encode())
