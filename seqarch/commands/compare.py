@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ def run(name: str, arguments: list[str]) -> None:
     from rich.console import Console
 
     from seqarch.evaluation.comparison import compare_runs
+    from seqarch.evaluation.html import to_html
     from seqarch.evaluation.report import explain, tables, to_plain, write_tables
 
     comparison = compare_runs(
@@ -57,7 +59,12 @@ def run(name: str, arguments: list[str]) -> None:
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
+    (folder / "report.html").write_text(to_html(report), encoding="utf-8")
     write_tables(report, folder)
+    if plots := importlib.util.find_spec("matplotlib") is not None:
+        from seqarch.evaluation.comparison_plots import write_plots
+
+        write_plots(report, folder)
     console = Console(width=None if sys.stdout.isatty() else 120)
     for refused in report["refused"]:
         console.print(f"Left out: {refused['run']}: {refused['reason']}", highlight=False, markup=False)
@@ -67,4 +74,6 @@ def run(name: str, arguments: list[str]) -> None:
         console.print(table)
     for line in explain(report):
         console.print(line, highlight=False, markup=False)
-    console.print(f"Report: {folder}", highlight=False, markup=False)
+    if not plots:
+        console.print("No PNG and PDF: matplotlib is not installed (pip install 'seqarch[eval]')", markup=False)
+    console.print(f"Report: {folder / 'report.html'}", highlight=False, markup=False)

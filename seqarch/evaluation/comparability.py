@@ -87,7 +87,8 @@ def _test_difference(run: Run, runs: Sequence[Run]) -> str:
 
 
 def _twins(run: Run, other: Run) -> bool:
-    return run.nats.shape == other.nats.shape and bool((run.nats == other.nats).all())
+    same = run.setting == other.setting and run.nats.shape == other.nats.shape
+    return same and bool((run.nats == other.nats).all())
 
 
 def _length(run: Run, budget: int) -> list[str]:

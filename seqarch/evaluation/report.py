@@ -59,9 +59,17 @@ def _setting(setting: Setting, comparison: Comparison) -> dict[str, Any]:
                 "runs": [_run(p) for p in points],
                 "gap": _gap(setting.gaps[name], setting.targets, comparison.margin) if name in setting.gaps else None,
             }
-            for name, points in setting.points.items()
+            for name, points in sorted(setting.points.items(), key=lambda item: _rank(setting, item[0]))
         ],
     }
+
+
+def _rank(setting: Setting, name: str) -> float:
+    """The reference first, then by gap; those without one last."""
+    if name not in setting.gaps:
+        return -math.inf
+    targets = setting.gaps[name].targets
+    return targets[0].value if targets else math.inf
 
 
 def _run(points: Points) -> dict[str, Any]:
@@ -213,20 +221,24 @@ def explain(report: Mapping[str, Any]) -> list[str]:
     """How to read the tables, a line each."""
     percent = f"{100 * report['level']:g}%"
     axis = "loss on held-out text of the training domains" if report["axis"] == "held-out" else "smoothed training loss"
+    fewest = min((d["count"] for d in report["documents"].values()), default=0)
     lines = [
         f"Losses in {report['unit']}; pre-training loss: {axis}. Gap: loss minus that of {report['reference']} at "
-        f"equal pre-training loss, with its {percent} interval ({report['replicates']:,} resampled test sets).",
+        f"equal pre-training loss, with its {percent} interval ({report['replicates']:,} resampled test sets; "
+        f"{fewest:,} documents or more a domain).",
         f"Verdict: equal if the interval lies within ±{report['margin']:g}; else degraded or better if it excludes 0, "
         "allowing for the number of architectures (Holm); else not decidable.",
     ]
     gaps = [a["gap"] for s in report["settings"] for a in s["architectures"] if a["gap"] is not None]
     if any(verdict(gap).endswith("*") for gap in gaps):
         lines.append("* One seed of each architecture: it holds for these runs; another seed may come out otherwise.")
+    wanting: dict[str, list[str]] = {}
     for setting in report["settings"]:
         for architecture in setting["architectures"]:
-            if architecture["gap"] is not None and architecture["gap"]["advice"]:
-                lines.append(f"To decide {architecture['name']} ({setting['title']}): {architecture['gap']['advice']}.")
-    return lines
+            if architecture["gap"] is not None and (needed := architecture["gap"]["advice"]):
+                where = f" ({setting['title']})" if len(report["settings"]) > 1 else ""
+                wanting.setdefault(needed, []).append(architecture["name"] + where)
+    return lines + [f"To decide {', '.join(names)}: {needed}." for needed, names in wanting.items()]
 
 
 def write_tables(report: Mapping[str, Any], folder: Path) -> None:
