@@ -71,7 +71,7 @@ def _verdicts(report: Mapping[str, Any]) -> list[str]:
     head = ["architecture"]
     for s in settings:
         where = "mixed" if s["mixed"] else "limited" if len(settings) == 2 else escape(s["title"])
-        head += [_left(f"{where}: verdict"), "gap at equal loss", "loss at the end"]
+        head += [f'<th class="text">{where}:<br>verdict</th>', "gap at<br>equal loss", "loss at<br>the end"]
     rows = []
     for name in names:
         row = [escape(name)]
