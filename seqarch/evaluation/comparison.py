@@ -175,12 +175,15 @@ def compare_runs(
         groups: dict[str, list[Run]] = {}
         for run in sorted(members, key=lambda r: (names_of[r.path] != chosen, names_of[r.path], r.seed)):
             groups.setdefault(names_of[run.path], []).append(run)
-        if chosen not in groups:
+        if chosen not in groups or len(groups) == 1:
             title = "mixed" if mixed else f"limited to {', '.join(trained)}"
-            notes.append(f"setting {title}: left out, for it has no run of the reference {chosen}")
+            lacking = f"another architecture than {chosen}" if chosen in groups else f"the reference, {chosen}"
+            notes.append(f"setting {title}: left out, for it has no run of {lacking}")
             continue
         points, gaps = _compare_setting(groups, chosen, trained, targets, draws, axis, margin, level, seed)
         settings.append(Setting(mixed, trained, targets, points, gaps))
+    if not settings:
+        raise ValueError(f"there is nothing to compare: {'; '.join(notes)}{without}")
     return Comparison(
         reference=chosen,
         axis=axis,

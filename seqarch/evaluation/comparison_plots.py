@@ -27,7 +27,10 @@ def write_plots(report: Mapping[str, Any], folder: Path) -> list[Path]:
             figure = Figure(figsize=(11, max(4.2, 2.2 + 0.27 * len(rows))), layout="constrained")
             left, right = figure.subplots(1, 2)
             _curves(left, report, setting, looks)
-            _forest(right, report, rows, looks)
+            if rows:
+                _forest(right, report, rows, looks)
+            else:
+                right.set_axis_off()  # no pair shares a range of pre-training loss
             figure.suptitle(f"Trained on: {setting['title']}", x=0.01, ha="left")
             for suffix in ("png", "pdf"):
                 path = folder / f"{stem}.{suffix}"

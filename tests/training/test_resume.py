@@ -44,14 +44,19 @@ def fit(run_dir, *, micro_batch_size=4, resume=None, die_at=None, every_n_steps=
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run that was never interrupted: its record and its weights."""
+    """A run that was never interrupted: its record, its weights, and its losses by document."""
     run_dir = tmp_path_factory.mktemp("whole")
     module = fit(run_dir)
-    return rows(run_dir), module.model.state_dict()
+    return rows(run_dir), module.model.state_dict(), documents(run_dir)
+
+
+def documents(run_dir) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run_dir / "documents").iterdir()}
 
 
 def same(run_dir, module, whole) -> None:
     assert rows(run_dir) == whole[0]
+    assert documents(run_dir) == whole[2]
     assert all(torch.equal(a, b) for a, b in zip(module.model.state_dict().values(), whole[1].values(), strict=True))
 
 
