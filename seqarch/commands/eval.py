@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 from seqarch.commands.usage import Parser
@@ -18,13 +19,17 @@ def run(name: str, arguments: list[str]) -> None:
     parser.add_argument(
         "--tasks", type=str, nargs="+", required=True, help="Names of tasks; base and recall are groups of them."
     )
-    parser.add_function_arguments(evaluate, skip={"ckpt", "tasks"})
+    parser.add_argument(
+        "--max_seq_lengths", type=int, nargs="+", default=[4096], help="Tokens of RULER's contexts (niah_single_1, …)."
+    )
+    parser.add_function_arguments(evaluate, skip={"ckpt", "tasks", "max_seq_lengths"})
     evaluate(**vars(parser.parse_args(arguments)))
 
 
 def evaluate(
     ckpt: str,
     tasks: list[str],
+    max_seq_lengths: list[int],
     num_fewshot: int | None = None,
     limit: int | None = None,
     include_path: str | None = None,
@@ -43,6 +48,7 @@ def evaluate(
     Args:
         ckpt: Checkpoint file, or run folder (its last checkpoint).
         tasks: Names of tasks, or of the groups base and recall.
+        max_seq_lengths: Tokens of RULER's contexts.
         num_fewshot: Examples in the context; by default what the group or the task says.
         limit: Only so many documents of each task.
         include_path: A folder with task files of your own.
@@ -57,30 +63,33 @@ def evaluate(
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("the package lm-eval is not installed: pip install 'seqarch[eval]'")
     from seqarch.evaluation.lm_eval_model import SeqarchLM
-    from seqarch.evaluation.tasks import TaskUnavailableError, shots_of, tasks_for, write_results
+    from seqarch.evaluation.tasks import TaskUnavailableError, ruler_metadata, shots_of, tasks_for, write_results
     from seqarch.evaluation.tasks import evaluate as evaluate_tasks
 
     for chatty in ("lm_eval", "huggingface_hub", "datasets"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
-    manager = tasks_for(tasks, include_path)
-    shots = shots_of(tasks, manager.all_tasks)
-    if num_fewshot is not None:
-        shots = {task: num_fewshot for task in shots}
     lm = SeqarchLM(ckpt, tokenizer, batch_size, max_length, add_bos_token, precision, device)
+    if any(task.startswith(("ruler", "niah")) for task in tasks):
+        lm.max_length = max(lm.max_length, *(length + 1 for length in max_seq_lengths))
     file = Path(out) if out is not None else lm.trained.results / f"tasks-step{lm.trained.step}.json"
     failed = []
-    for name, found in evaluate_tasks(lm, shots, manager, limit):
-        if isinstance(found, TaskUnavailableError):
-            failed.append(name)
-            if lm.rank == 0:
-                print(f"seqarch: {name} cannot be evaluated: {found}", file=sys.stderr)
-            continue
-        write_results(file, lm.get_model_info(), {name: found})
-        scores = ", ".join(
-            f"{metric} {s['value']:.4f}" + ("" if s["stderr"] is None else f" ± {s['stderr']:.4f}")
-            for metric, s in found["scores"].items()
-        )
-        print(f"{name} ({found['num_fewshot']} shots, {found['documents']} documents): {scores}")
+    with TemporaryDirectory() as folder:
+        manager = tasks_for(tasks, include_path, ruler_metadata(lm.trained.tokenizer, max_seq_lengths, Path(folder)))
+        shots = shots_of(tasks, manager.all_tasks)
+        if num_fewshot is not None:
+            shots = {task: num_fewshot for task in shots}
+        for task, found in evaluate_tasks(lm, shots, manager, limit):
+            if isinstance(found, TaskUnavailableError):
+                failed.append(task)
+                if lm.rank == 0:
+                    print(f"seqarch: {task} cannot be evaluated: {found}", file=sys.stderr)
+                continue
+            write_results(file, lm.trained.describe(), {task: found})
+            scores = ", ".join(
+                f"{metric} {s['value']:.4f}" + ("" if s["stderr"] is None else f" ± {s['stderr']:.4f}")
+                for metric, s in found["scores"].items()
+            )
+            print(f"{task} ({found['num_fewshot']} shots, {found['documents']} documents): {scores}", flush=True)
     if lm.rank == 0 and len(failed) < len(shots):
         print(file)
     lm.leave_processes()

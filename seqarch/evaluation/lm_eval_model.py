@@ -66,8 +66,10 @@ class SeqarchLM(TemplateLM):
         at_least(1, batch_size=int(batch_size))
         at_least(2, max_length=max_length)
         one_of(("32-true", "bf16-mixed"), precision=precision)
+        if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+            device = None  # lm-eval's command line says cuda:0 where nobody named a device
         self._join_processes(device)
-        if self.world_size > 1 and torch.cuda.is_available() and device in (None, "cuda"):
+        if self.world_size > 1 and torch.cuda.is_available() and device != "cpu":
             device = f"cuda:{os.environ['LOCAL_RANK']}"
         self.trained = ckpt if isinstance(ckpt, Trained) else load_trained(ckpt, tokenizer, device)
         self.batch_size, self.max_length = int(batch_size), max_length
@@ -130,15 +132,15 @@ class SeqarchLM(TemplateLM):
         first = [self.eot_token_id] if self.add_bos_token and add_special_tokens is not False else []
         return [*first, *self.trained.tokenizer.encode(string, add_special_tokens=False).ids]
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the scores depend on beside the checkpoint and the task."""
+        return {"max_length": self.max_length, "add_bos_token": self.add_bos_token, "precision": self.precision}
+
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes into its results."""
-        return {
-            "model_num_parameters": sum(p.numel() for p in self.trained.model.parameters()),
-            **self.trained.describe(),
-            "max_length": self.max_length,
-            "add_bos_token": self.add_bos_token,
-            "precision": self.precision,
-        }
+        n = sum(p.numel() for p in self.trained.model.parameters())
+        return {"model_num_parameters": n, **self.trained.describe(), **self.settings}
 
     # --- log-likelihoods ----------------------------------------------------------------------------------------------
 

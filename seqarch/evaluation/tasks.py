@@ -6,13 +6,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from seqarch.data.manifest import write_aside
 from seqarch.evaluation.lm_eval_model import SeqarchLM
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 GROUPS: dict[str, dict[str, int]] = {
     "base": {
@@ -59,8 +62,13 @@ class TaskUnavailableError(Exception):
         super().__init__(reason)
 
 
-def tasks_for(names: Sequence[str], include_path: str | None) -> Tasks:
+def tasks_for(names: Sequence[str], include_path: str | None = None, metadata: dict[str, Any] | None = None) -> Tasks:
     """The tasks of a folder, and lm-eval's own (whose 15,000 files take a while to read) if they do not hold all names.
+
+    Args:
+        names: Of tasks that are needed.
+        include_path: A folder with task files.
+        metadata: Given to tasks that make their data, see `ruler_metadata`.
 
     Raises:
         ValueError: If there is no such folder.
@@ -68,10 +76,34 @@ def tasks_for(names: Sequence[str], include_path: str | None) -> Tasks:
     if include_path is not None:
         if not Path(include_path).is_dir():
             raise ValueError(f"include_path: there is no folder {include_path}")
-        local = Tasks(include_path=include_path, include_defaults=False)
+        local = Tasks(include_path=include_path, include_defaults=False, metadata=metadata)
         if set(names) <= set(local.all_tasks):
             return local
-    return Tasks(include_path=include_path)
+    return Tasks(include_path=include_path, metadata=metadata)
+
+
+RULER_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
+"""The lengths of context for which lm-eval's RULER tasks have a metric."""
+
+
+def ruler_metadata(tokenizer: Tokenizer, lengths: Sequence[int], folder: Path) -> dict[str, Any]:
+    """What lm-eval's RULER tasks need to make their data: lengths, and the tokenizer as transformers reads it.
+
+    Args:
+        tokenizer: The model's.
+        lengths: Of the contexts, in tokens, the answer included.
+        folder: An empty folder for the tokenizer, needed as long as tasks are loaded.
+
+    Raises:
+        ValueError: For a length that RULER does not have.
+    """
+    for length in lengths:
+        if length not in RULER_LENGTHS:
+            known = ", ".join(map(str, RULER_LENGTHS))
+            raise ValueError(f"max_seq_lengths: {length} is none of RULER's {known}; `seqarch needle` takes any")
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}', encoding="utf-8")
+    return {"tokenizer": str(folder), "max_seq_lengths": list(lengths)}
 
 
 def shots_of(names: Sequence[str], known: Sequence[str]) -> dict[str, int | None]:
@@ -117,16 +149,16 @@ def evaluate(
             yield name, error
             continue
         if found is not None:
-            yield name, _condensed(dict(found), name, limit)
+            settings = {"limit": limit, **lm.settings}
+            yield name, {**settings, **_condensed(dict(found), name)}
 
 
-def _condensed(found: dict[str, Any], name: str, limit: int | None) -> dict[str, Any]:
+def _condensed(found: dict[str, Any], name: str) -> dict[str, Any]:
     """Of lm-eval's results what is worth keeping: scores with their standard errors, and how they came about."""
     scores = {task: _scores(values) for task, values in found["results"].items()}
     shots = sorted({n for n in found["n-shot"].values() if n is not None})
     return {
         "num_fewshot": shots[0] if len(shots) == 1 else shots,
-        "limit": limit,
         "documents": sum(n["effective"] for n in found["n-samples"].values()),
         "version": found["versions"].get(name),
         "scores": scores.pop(name, {}),
@@ -141,6 +173,8 @@ def _scores(values: dict[str, Any]) -> dict[str, dict[str, float | None]]:
         metric, comma, name = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
             continue
+        if metric.isdecimal() and value == -1:
+            continue  # RULER's: a length that was not asked for
         error = values.get(f"{metric}_stderr,{name}")
         scores[metric if name == "none" else key] = {
             "value": float(value),

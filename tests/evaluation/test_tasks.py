@@ -1,11 +1,17 @@
 """`seqarch eval`: local task files, tasks that cannot be had, and what is written."""
 
 import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from seqarch.cli import main
-from seqarch.evaluation.tasks import GROUPS, shots_of, tasks_for
+from seqarch.evaluation.lm_eval_model import SeqarchLM
+from seqarch.evaluation.tasks import GROUPS, evaluate, shots_of, tasks_for, write_results
 from tests.evaluation.local_tasks import write_tasks
 from tests.evaluation.trained_models import write_run
 
@@ -56,8 +62,60 @@ def test_local_tasks_go_on_beside_one_that_cannot_be_had(run_dir, tmp_path, caps
     # about log2(300) bits a token at the start, of 1 to 9 bytes
     assert 1 < found["local_rolling"]["scores"]["bits_per_byte"]["value"] < 9
 
-    main([*arguments, "local_choice", "--num_fewshot", "0", "--max_length", "64", "--batch_size", "3"])
-    assert list(json.loads(file.read_text())["tasks"]) == ["local_choice"]  # scores of another setting are not mixed in
+    main([*arguments, "local_choice", "--max_length", "64", "--batch_size", "3"])
+    again = json.loads(file.read_text())["tasks"]
+    assert list(again) == list(found)
+    assert (found["local_choice"]["max_length"], again["local_choice"]["max_length"]) == (2048, 64)
+
+
+def test_tasks_of_another_checkpoint_are_dropped(tmp_path):
+    file = tmp_path / "results" / "tasks.json"
+    for step, task in ((1, "a"), (1, "b"), (2, "c")):
+        write_results(file, {"step": step}, {task: {}})
+        if task == "b":
+            assert list(json.loads(file.read_text())["tasks"]) == ["a", "b"]
+    assert json.loads(file.read_text()) == {"model": {"step": 2}, "tasks": {"c": {}}}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("offline")
+def test_ruler_with_the_runs_own_tokenizer(run_dir, capsys):
+    ruler = Path(find_spec("lm_eval").origin).parent / "tasks" / "ruler"
+    arguments = ["eval", str(run_dir), "--include_path", str(ruler), "--device", "cpu", "--tasks", "niah_single_1"]
+    main([*arguments, "--limit", "2", "--max_seq_lengths", "4096"])
+    found = json.loads((run_dir / "results" / "tasks-step1.json").read_text())["tasks"]["niah_single_1"]
+    assert found["scores"] == {"4096": {"value": 0.0, "stderr": None}}
+    assert found["max_length"] == 4097
+    assert found["documents"] == 2
+    with pytest.raises(SystemExit):
+        main([*arguments, "--max_seq_lengths", "1000"])
+    assert "max_seq_lengths: 1000 is none of RULER's 4096, 8192" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_lm_evals_own_command_line(run_dir, tmp_path, processes):
+    """On two processes with the results of one."""
+    tasks = write_tasks(tmp_path)
+    launcher = [] if processes == 1 else ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+    command = [
+        *(sys.executable, *launcher, "-m", "seqarch.evaluation.lm_eval_model"),
+        *("--model", "seqarch", "--model_args", f"ckpt={run_dir}", "--device", "cpu"),
+        *("--tasks", "local_choice,local_generate", "--include_path", str(tasks)),
+        *("--output_path", str(tmp_path / "out.json"), "--batch_size", "4"),
+    ]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env={**os.environ, **offline}, capture_output=True)
+    [file] = tmp_path.glob("out*.json")
+    found = json.loads(file.read_text())
+    lm = SeqarchLM(run_dir, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+        manager = tasks_for(["local_choice", "local_generate"], str(tasks))
+        expected = dict(evaluate(lm, {"local_choice": None, "local_generate": None}, manager))
+    assert found["results"]["local_choice"]["acc,none"] == expected["local_choice"]["scores"]["acc"]["value"]
+    assert found["n-samples"]["local_choice"]["effective"] == 7
+    assert found["config"]["step"] == 1
 
 
 def test_groups_are_resolved():
