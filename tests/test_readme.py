@@ -5,11 +5,14 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zstandard
 
 from seqarch.cli import main
 from tests.data.raw import make_records
+from tests.evaluation.folders import write_run
+from tests.evaluation.simulated import Truth, simulate
 from tests.test_recipes import NARROW, arguments
 
 README = Path("README.md").resolve()
@@ -33,7 +36,7 @@ def commands():
 
 
 def test_the_readme_shows_each_command():
-    assert {words[1] for words in commands()} == {"fit", "validate", "generate", "mixers", "doctor", "data"}
+    assert {words[1] for words in commands()} == {"fit", "validate", "generate", "mixers", "doctor", "data", "compare"}
     assert all(words[0] == "seqarch" for words in commands())
 
 
@@ -56,6 +59,11 @@ def test_commands(tmp_path, monkeypatch, corpus_path, capsys):
             if "last" in given and given[0] == "fit":
                 steps += 2  # a run that goes on needs somewhere to go
             given += arguments(**SMALL, **{"trainer.max_steps": steps})
+        elif given[0] == "compare":  # the runs above have one validation only
+            for i, (run,) in enumerate(simulate(np.random.default_rng(0), [0.0, 0.1], [1, 1], Truth())):
+                mixer = ("seqarch_attention.Attention", "seqarch_mamba.Mamba2")[i]
+                write_run(tmp_path / "runs" / "laptop" / f"simulated-{i}", run["nats"], run["tokens"], mixer=mixer)
+            given[1:2] = map(str, sorted(Path("runs/laptop").iterdir()))
         elif "recipes/laptop/base.yaml" in given:
             given += arguments(**SMALL, **{"trainer.max_steps": 2, "model.schedule.warmup_steps": 1})
         elif "recipes/110m_mamba2.yaml" in given:
@@ -77,5 +85,6 @@ def test_commands(tmp_path, monkeypatch, corpus_path, capsys):
         elif "--vocab_size" in given:
             given[given.index("--vocab_size") + 1] = "300"
         main(given)
+    assert (tmp_path / "report" / "report.html").exists()
     assert (tmp_path / "runs" / "mine" / "checkpoints" / "last.ckpt").exists()
     assert (tmp_path / "runs" / "110m_transformer_mixed" / "metrics.csv").exists()
