@@ -87,8 +87,8 @@ def _test_difference(run: Run, runs: Sequence[Run]) -> str:
 
 
 def _twins(run: Run, other: Run) -> bool:
-    same = run.setting == other.setting and run.nats.shape == other.nats.shape
-    return same and bool((run.nats == other.nats).all())
+    same = all(getattr(run, name) == getattr(other, name) for name in ("mixer", "options", "setting", "tokenizer"))
+    return same and np.array_equal(run.nats, other.nats)
 
 
 def _length(run: Run, budget: int) -> list[str]:
