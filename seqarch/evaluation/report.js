@@ -110,7 +110,7 @@ function forest(holder, setting, target) {
   const longest = Math.max(0, ...rows.map((a) => a.name.length));
   const narrow = holder.querySelector(".plot").clientWidth < 460;
   const high = narrow ? 40 : 26;
-  const f = frame(holder, rows.length * high + 70, { left: narrow ? 22 : Math.min(220, 7 * longest + 12), right: 16,
+  const f = frame(holder, rows.length * high + 70, { left: narrow ? 22 : Math.min(240, 7.6 * longest + 22), right: 16,
     top: 20, bottom: 42 });
   if (!rows.length) return;
   const found = rows.map((a) => a.gap.targets[target]);
