@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from seqarch.training.checkpoint import load_module
+from seqarch.training.documents import read_documents
 from tests.training.synthetic import SyntheticData, T, rows, tiny, trainer
 
 
@@ -27,6 +28,13 @@ def test_two_processes_train_as_one_does_and_resume_exactly(tmp_path):
     two = sharded(tmp_path / "two", 8)
     assert [r[:2] for r in two] == [r[:2] for r in one]
     assert [float(r[2]) for r in two] == pytest.approx([float(r[2]) for r in one], rel=1e-5)
+    for a, b in zip(*(read_documents(tmp_path / name, 8) for name in ("one", "two")), strict=True):
+        assert (a.ids.tolist(), a.tokens.tolist(), a.bytes.tolist()) == (
+            b.ids.tolist(),
+            b.tokens.tolist(),
+            b.bytes.tolist(),
+        )
+        assert a.nats == pytest.approx(b.nats, rel=1e-5)
 
     loaded = load_module(tmp_path / "two" / "checkpoints" / "last.ckpt")
     assert loaded.state_dict().keys() == module.state_dict().keys()
