@@ -12,6 +12,7 @@ import zstandard
 from seqarch.cli import main
 from tests.data.raw import make_records
 from tests.evaluation.folders import write_run
+from tests.evaluation.local_tasks import write_tasks
 from tests.evaluation.simulated import Truth, simulate
 from tests.test_recipes import NARROW, arguments
 
@@ -26,6 +27,7 @@ SMALL = {
     "data.max_val_tokens": 200,
     "trainer.accelerator": "cpu",
 }
+EVALUATION = ("eval", "needle", "position")
 
 
 def commands():
@@ -36,7 +38,16 @@ def commands():
 
 
 def test_the_readme_shows_each_command():
-    assert {words[1] for words in commands()} == {"fit", "validate", "generate", "mixers", "doctor", "data", "compare"}
+    assert {words[1] for words in commands()} == {
+        "fit",
+        "validate",
+        "generate",
+        "mixers",
+        "doctor",
+        "data",
+        "compare",
+        *EVALUATION,
+    }
     assert all(words[0] == "seqarch" for words in commands())
 
 
@@ -52,6 +63,8 @@ def test_commands(tmp_path, monkeypatch, corpus_path, capsys):
             lines = "".join(json.dumps(r) + "\n" for r in make_records(n, seed=n, domains=(domain,)))
             raw.write_bytes(zstandard.compress(lines.encode()))
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks").mkdir()
+    write_tasks(tmp_path / "tasks")
     steps = 2
     for words in commands():
         given = words[1:]
@@ -80,6 +93,10 @@ def test_commands(tmp_path, monkeypatch, corpus_path, capsys):
             continue
         elif given == ["doctor"]:
             given += ["--device", "cpu", "--mixer", "Attention"]
+        elif given[0] == "eval":
+            given[given.index("--tasks") + 1 :] = ["local_choice", "--include_path", str(tmp_path / "tasks")]
+        elif given[0] in EVALUATION:
+            given += ["--samples", "1"] if given[0] == "needle" else ["--documents", "2"]
         elif given[0] == "generate":
             given += ["--max_new_tokens", "5", "--device", "cpu"]
         elif "--vocab_size" in given:
