@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from seqarch.cli import main
-from seqarch.data import TokenDataModule
+from seqarch.data import StepDataModule
 from seqarch.discovery import plugins
 from seqarch.training.module import SequenceModule
 
@@ -58,7 +58,7 @@ def parse(*recipes):
     parser.add_argument("--checkpoint_every_n_steps", type=int)
     parser.add_lightning_class_args(Trainer, "trainer")
     parser.add_lightning_class_args(SequenceModule, "model")
-    parser.add_lightning_class_args(TokenDataModule, "data", subclass_mode=True)
+    parser.add_lightning_class_args(StepDataModule, "data", subclass_mode=True)
     return parser, parser.parse_args(arguments(*recipes))
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.test_recipes import parse
 
 BASE = Path("recipes/mqar/base.yaml")
-RECIPES = sorted(r for r in BASE.parent.glob("*.yaml") if r != BASE)
+RECIPES = sorted(r for r in BASE.parent.glob("*.yaml") if r.stem not in ("base", "sweep"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.stem)
