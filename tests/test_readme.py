@@ -45,6 +45,7 @@ def test_the_readme_shows_each_command():
         "mixers",
         "doctor",
         "data",
+        "sweep",
         "compare",
         *EVALUATION,
     }
@@ -72,6 +73,10 @@ def test_commands(tmp_path, monkeypatch, corpus_path, capsys):
             if "last" in given and given[0] == "fit":
                 steps += 2  # a run that goes on needs somewhere to go
             given += arguments(**SMALL, **{"trainer.max_steps": steps})
+        elif "recipes/mqar/base.yaml" in given:
+            given += arguments(**{"trainer.max_steps": 2, "model.schedule.warmup_steps": 1, "data.val_sequences": 8})
+        elif given[0] == "sweep":
+            given.append("--list")
         elif given[0] == "compare":  # the runs above have one validation only
             for i, (run,) in enumerate(simulate(np.random.default_rng(0), [0.0, 0.1], [1, 1], Truth())):
                 mixer = ("seqarch_attention.Attention", "seqarch_mamba.Mamba2")[i]
