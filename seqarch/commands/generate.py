@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from jsonargparse import auto_cli
 
@@ -39,31 +38,20 @@ def generate(
         tokenizer: A tokenizer.json; by default the run folder's.
         device: Where to compute; by default a GPU if there is one.
     """
-    import torch
     from tokenizers.decoders import DecodeStream
 
-    from seqarch.data.tokenizer import find_eos, load_tokenizer
-    from seqarch.discovery import plugins
     from seqarch.evaluation.generation import generate as draw
-    from seqarch.training.checkpoint import load_module
-    from seqarch.training.runs import checkpoint_of, tokenizer_of
+    from seqarch.evaluation.trained import load_trained
 
-    plugins()
-    path = checkpoint_of(ckpt)
-    file = Path(tokenizer) if tokenizer is not None else tokenizer_of(path)
-    if not file.is_file():
-        raise ValueError(f"{file}: there is no such tokenizer; name one with --tokenizer")
-    vocabulary = load_tokenizer(file)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    module = load_module(path, map_location=device)
+    trained = load_trained(ckpt, tokenizer, device)
+    vocabulary, eos_id = trained.tokenizer, trained.eos_id
     text = sys.stdin.read() if prompt == "-" else prompt
-    _, eos_id = find_eos(vocabulary)
     # Documents follow an end-of-document token in training, so a text starts after one.
     ids = [eos_id, *vocabulary.encode(text, add_special_tokens=False).ids]
     stream = DecodeStream(skip_special_tokens=True)
     print(text, end="", flush=True)
     for token in draw(
-        module.model, ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, eos_id=eos_id, seed=seed
+        trained.model, ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, eos_id=eos_id, seed=seed
     ):
         print(stream.step(vocabulary, token) or "", end="", flush=True)
     print()
