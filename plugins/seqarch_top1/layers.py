@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqarch import Tags
-from seqarch.mixer import State
+from seqarch.mixer import TORCH, Backend, State
 from seqarch.ops.cache import append
 from seqarch.options import at_least, one_of
 from seqarch_top1.chunk import top1_chunk
@@ -116,8 +116,11 @@ class Top1Chunk(SelectionMixer):
         select: chunk: softmax over the tokens of both chunks. element: the value of the token with the largest score
             among them instead, with weights onehot(j*) + p - sg(p) (Top-1 Element within the two chunks); the selected
             chunk's part of the output is then that value where j* lies in the selected chunk, and 0 elsewhere.
-        backend: auto or torch.
+        backend: auto, triton (a CUDA or ROCm device; local, select: chunk, a chunk_size of 16 to 256 that is a power of
+            two, head_dim up to 128) or torch.
     """
+
+    backends = (Backend("triton", ("triton",), device="cuda"), TORCH)
 
     def __init__(
         self,
@@ -151,27 +154,48 @@ class Top1Chunk(SelectionMixer):
             straight_through=True, discontinuous=True, bitwise_prefix=False, fullgraph=False, chunk_size=chunk_size
         )
 
+    def refuses(self, backend: str, device_type: str, dtype: torch.dtype) -> str | None:
+        """Also options that the Triton kernels do not serve."""
+        reason = super().refuses(backend, device_type, dtype)
+        if reason is not None or backend != "triton":
+            return reason
+        C = self.chunk_size
+        faults = {
+            f"works in float32, float16 and bfloat16, not {dtype}": dtype == torch.float64,
+            "needs local: true": not self.local,
+            "needs select: chunk": self.element,
+            f"needs a chunk_size that is a power of two from 16 to 256, not {C}": C & (C - 1) or not 16 <= C <= 256,
+            f"takes head_dim up to 128, not {self.head_dim}": self.head_dim > 128,
+        }
+        return next((fault for fault, there in faults.items() if there), None)
+
     def forward(
         self, x: Tensor, *, cu_seqlens: Tensor | None = None, state: State | None = None
     ) -> tuple[Tensor, State | None]:
         """See ``TokenMixer.forward``."""
         self.check_input(x, cu_seqlens, state)
-        self.choose_backend(x)
+        triton = self.choose_backend(x) == "triton"
         start = 0 if state is None else int(state["pos"][0])
         q, k, v = self.heads(x, start, cu_seqlens)
         if state is not None:
             state = self._extend(k, v, state, start)
             k, v = self.cached(state)
+        options = {"scale": self.scale, "chunk_size": self.chunk_size}
         if state is not None and q.shape[1] == 1:
-            o = decode(
-                q, k, v, state.get("means"),
-                scale=self.scale, chunk_size=self.chunk_size, local=self.local, element=self.element,
-            )  # fmt: skip
+            if triton and not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
+                from seqarch_top1.triton_decode import triton_decode
+
+                o = triton_decode(q, k, v, state.get("means"), **options)
+            else:
+                o = decode(q, k, v, state.get("means"), **options, local=self.local, element=self.element)
+        elif triton:
+            from seqarch_top1.triton_chunk import triton_chunk
+
+            o = triton_chunk(q, k, v, **options, exact=self.exact, cu_seqlens=cu_seqlens)
         else:
             o = top1_chunk(
-                q, k, v, scale=self.scale, chunk_size=self.chunk_size, exact=self.exact, local=self.local,
-                element=self.element, cu_seqlens=cu_seqlens,
-            )  # fmt: skip
+                q, k, v, **options, exact=self.exact, local=self.local, element=self.element, cu_seqlens=cu_seqlens
+            )
         return self.o_proj(o.flatten(2).to(x.dtype)), state
 
     def _extend(self, k: Tensor, v: Tensor, state: State, start: int) -> State:

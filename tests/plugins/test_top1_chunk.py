@@ -258,7 +258,7 @@ def test_flops_closed_form(T):
         ({"position": "alibi"}, "position must be one of rope, none, got 'alibi'"),
         ({"selection": "first"}, "selection must be one of exact, approx, got 'first'"),
         ({"select": "token"}, "select must be one of chunk, element, got 'token'"),
-        ({"backend": "cuda"}, "backend must be one of auto, torch"),
+        ({"backend": "cuda"}, "backend must be one of auto, triton, torch"),
     ],
 )
 def test_bad_options_are_named(options, message):
