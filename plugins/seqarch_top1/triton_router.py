@@ -274,7 +274,7 @@ def _blocks(D: int, dtype: torch.dtype, C: int, exact: bool) -> dict[str, Any]:
         "BLOCK_N": min(C, 32) if exact else 32,
         "EXACT": exact,
         "PRECISION": "ieee" if single or exact or amd else "tf32",
-        "num_warps": 4,
+        "num_warps": 8 if single and BLOCK_D >= 128 and not amd else 4,
         "num_stages": 1 if single or not exact else 2,
     }
 
