@@ -128,13 +128,11 @@ def triton_decode(q: Tensor, k: Tensor, v: Tensor, means: Tensor | None, *, scal
     q_strides = (q.stride(0), q.stride(2))
     heads, rows = {"R": H // G, "D": D, "BLOCK_D": BLOCK_D}, min(C, 4096 // BLOCK_D)
     with torch.cuda.device_of(q):
-        if n == 0:
-            pass  # the own chunk is all there is
-        elif means is None:
+        if n and means is None:
             exact_logits[(n * B * G,)](
                 q, k, logits, n, B * G, scale, *q_strides, *k.stride()[:3], G=G, C=C, **heads, BLOCK_N=rows
             )
-        else:
+        elif n and means is not None:
             mean_logits[(triton.cdiv(n, _MEANS) * B * G,)](
                 q, means, logits, n, B * G, *q_strides, *means.stride()[:2], G=G, **heads, BLOCK_N=_MEANS
             )

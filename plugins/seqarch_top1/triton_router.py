@@ -46,6 +46,22 @@ def mean_keys(
 
 
 @triton.jit
+def query_block(of, first, T, S, H, heads, BLOCK_M: tl.constexpr):
+    """Of this program: batch, head, queries and which of them there are; the candidates of each are the chunks from
+    ``lowest`` on before ``own``, those of any of them from ``lo`` on before ``hi``."""
+    t0 = tl.program_id(0) // heads * BLOCK_M
+    b = (tl.program_id(0) % heads // H).to(tl.int64)
+    h = tl.program_id(0) % H
+    t = t0 + tl.arange(0, BLOCK_M)
+    valid = t < T
+    lowest = tl.load(first + S - T + t, mask=valid, other=0)
+    own = tl.load(of + S - T + t, mask=valid, other=0)
+    lo = tl.load(first + S - T + t0)
+    hi = tl.load(of + S - T + tl.minimum(t0 + BLOCK_M, T) - 1)
+    return b, h, t, valid, lowest, own, lo, hi
+
+
+@triton.jit
 def route_forward(
     q, x, index, P, lse, begin, of, first, scale, T, S, N, H, heads,
     q_batch, q_token, q_head, x_batch, x_row, x_head,
@@ -53,15 +69,7 @@ def route_forward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Arg-max and log-sum-exp over the candidates of BLOCK_M queries. Grid: blocks of queries × ``heads`` = B·H."""
-    t0 = tl.program_id(0) // heads * BLOCK_M
-    b = (tl.program_id(0) % heads // H).to(tl.int64)
-    h = tl.program_id(0) % H
-    t = t0 + tl.arange(0, BLOCK_M)
-    valid = t < T
-    lowest = tl.load(first + S - T + t, mask=valid, other=0)  # the candidates of a query are lowest … own - 1
-    own = tl.load(of + S - T + t, mask=valid, other=0)
-    lo = tl.load(first + S - T + t0)
-    hi = tl.load(of + S - T + tl.minimum(t0 + BLOCK_M, T) - 1)
+    b, h, t, valid, lowest, own, lo, hi = query_block(of, first, T, S, H, heads, BLOCK_M)
     x += b * x_batch + h // R * x_head
     q_rows = load_rows(q + b * q_batch + h * q_head, t.to(tl.int64) * q_token, valid, D, BLOCK_D)
     q_rows = q_rows.to(x.dtype.element_ty)
@@ -104,7 +112,7 @@ def route_forward(
             best = new_best
     row = (b * H + h) * T + t
     tl.store(index + row, chosen, mask=valid)
-    tl.store(P + row, tl.where(chosen < 0, 0.0, tl.exp2(best - (best + tl.log2(z)))), mask=valid)
+    tl.store(P + row, tl.where(chosen < 0, 0.0, 1.0 / z), mask=valid)
     tl.store(lse + row, tl.where(chosen < 0, float("inf"), best + tl.log2(z)), mask=valid)
 
 
@@ -126,15 +134,7 @@ def route_queries_backward(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_M queries. Grid: blocks of queries × ``heads`` = B·H."""
-    t0 = tl.program_id(0) // heads * BLOCK_M
-    b = (tl.program_id(0) % heads // H).to(tl.int64)
-    h = tl.program_id(0) % H
-    t = t0 + tl.arange(0, BLOCK_M)
-    valid = t < T
-    lowest = tl.load(first + S - T + t, mask=valid, other=0)
-    own = tl.load(of + S - T + t, mask=valid, other=0)
-    lo = tl.load(first + S - T + t0)
-    hi = tl.load(of + S - T + tl.minimum(t0 + BLOCK_M, T) - 1)
+    b, h, t, valid, lowest, own, lo, hi = query_block(of, first, T, S, H, heads, BLOCK_M)
     if EXACT:
         lo = tl.load(begin + lo)
         hi = tl.load(begin + hi)

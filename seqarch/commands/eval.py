@@ -71,7 +71,7 @@ def evaluate(
     lm = SeqarchLM(ckpt, tokenizer, batch_size, max_length, add_bos_token, precision, device)
     if any(task.startswith(("ruler", "niah")) for task in tasks):
         lm.max_length = max(lm.max_length, *(length + 1 for length in max_seq_lengths))
-    file = Path(out) if out is not None else lm.trained.results / f"tasks-step{lm.trained.step}.json"
+    file = lm.trained.results_file("tasks", out)
     failed = []
     with TemporaryDirectory() as folder:
         manager = tasks_for(tasks, include_path, ruler_metadata(lm.trained.tokenizer, max_seq_lengths, Path(folder)))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-from pathlib import Path
 
 from seqarch.commands.usage import Parser
 
@@ -47,8 +45,7 @@ def needle(
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("the package matplotlib is not installed: pip install 'seqarch[eval]'")
-    from seqarch.data.manifest import write_aside
-    from seqarch.evaluation.context_plots import plot_needle
+    from seqarch.evaluation.context_plots import keep, plot_needle
     from seqarch.evaluation.needle import needle_test
     from seqarch.evaluation.trained import load_trained
 
@@ -58,8 +55,4 @@ def needle(
         print(f"{length:>9,} tokens: {accuracy:.1%} found, {nats:.2f} nats for the number (a guess: 16.0)", flush=True)
 
     found = needle_test(trained, lengths, depths, samples, batch_size=batch_size, chunk=chunk, seed=seed, report=report)
-    file = Path(out) if out is not None else trained.results / f"needle-step{trained.step}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_aside(file, json.dumps(found, indent=1).encode())
-    plot_needle(found, file.with_suffix(".png"))
-    print(f"{file} and {file.with_suffix('.png').name}")
+    keep(found, trained.results_file("needle", out), plot_needle)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,7 @@ def position(
         raise ValueError("the package matplotlib is not installed: pip install 'seqarch[eval]'")
     from seqarch.data.builtin import builtin_corpus
     from seqarch.data.corpus import Corpus
-    from seqarch.data.manifest import write_aside
-    from seqarch.evaluation.context_plots import plot_position
+    from seqarch.evaluation.context_plots import keep, plot_position
     from seqarch.evaluation.position import loss_by_position
     from seqarch.evaluation.trained import load_trained
 
@@ -66,11 +64,7 @@ def position(
     found = loss_by_position(
         trained, corpus, length, domains, documents, batch_size=batch_size, chunk=chunk, report=report
     )
-    file = Path(out) if out is not None else trained.results / f"position-step{trained.step}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_aside(file, json.dumps(found, indent=1).encode())
-    plot_position(found, file.with_suffix(".png"))
-    print(f"{file} and {file.with_suffix('.png').name}")
+    keep(found, trained.results_file("position", out), plot_position)
 
 
 def _corpus_of(config: Path) -> str:

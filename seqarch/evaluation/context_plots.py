@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+
+from seqarch.data.manifest import write_aside
+
+
+def keep(found: dict[str, Any], file: Path, plot: Callable[[dict[str, Any], Path], None]) -> None:
+    """Write results as JSON with their plot beside it, and say where."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_aside(file, json.dumps(found, indent=1).encode())
+    plot(found, file.with_suffix(".png"))
+    print(f"{file} and {file.with_suffix('.png').name}")
 
 
 def plot_needle(found: dict[str, Any], path: Path) -> None:

@@ -48,6 +48,10 @@ class Trained:
         """The folder for results, inside the run's folder."""
         return tokenizer_of(self.checkpoint).parent / "results"
 
+    def results_file(self, kind: str, out: str | None) -> Path:
+        """Where results of a kind go: the file ``out``, by default one in the run's folder, named after the step."""
+        return self.results / f"{kind}-step{self.step}.json" if out is None else Path(out)
+
     def describe(self) -> dict[str, Any]:
         """What a file of results says about the model."""
         return {"checkpoint": self.checkpoint.name, "step": self.step, "tokens": self.tokens}
