@@ -13,6 +13,7 @@ import pytest
 from seqarch.cli import main
 from seqarch.training import sweep
 from seqarch.training.sweep import read_sweep, run_members
+from tests.test_recipes import parse
 
 PYTHON = sys.executable
 SWEEP = """
@@ -170,3 +171,14 @@ def test_a_batch_script(file, capsys):
 def test_the_laptop_study():
     found = read_sweep(Path(__file__).parents[2] / "recipes" / "laptop" / "sweep.yaml")
     assert len(found) == 13 * 2 * 2
+
+
+@pytest.mark.parametrize(("part", "runs"), [("limited", 13), ("seeds", 4), ("mixed", 4)])
+def test_the_study_of_the_results(part, runs):
+    found = read_sweep(Path(__file__).parents[2] / "recipes" / "study" / f"{part}.yaml")
+    assert len({member.name for member in found}) == runs
+    for member in found:
+        files = [Path(text) for text in member.arguments[1::2] if text.endswith(".yaml")]
+        assert [f.name for f in files[:2]] == ["base.yaml", "base.yaml"]
+        _, config = parse(*files)
+        assert (config.trainer.max_steps, config.data.init_args.batch_size) == (750, 4)
