@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from seqarch import TokenMixer
-from seqarch.mixer import State
+from seqarch.mixer import TORCH, Backend, State
 from seqarch.ops.cache import append
 from seqarch.ops.linear import joint_linear
 from seqarch.ops.norm import RMSNorm
@@ -21,6 +21,8 @@ from seqarch.options import head_sizes, one_of
 
 class SelectionMixer(TokenMixer):
     """Base of Top-1 Element and Top-1 Chunk; the options are described there."""
+
+    backends = (Backend("triton", ("triton",), device="cuda"), TORCH)
 
     def __init__(
         self,
@@ -63,6 +65,15 @@ class SelectionMixer(TokenMixer):
             elif isinstance(module, nn.Linear):
                 depth = 2 * self.n_layers if name == "o_proj" else 1
                 nn.init.normal_(module.weight, std=(depth * module.in_features) ** -0.5)
+
+    def refuses(self, backend: str, device_type: str, dtype: torch.dtype) -> str | None:
+        """Also a dtype or a head size that the Triton kernels do not serve."""
+        reason = super().refuses(backend, device_type, dtype)
+        if reason is not None or backend != "triton":
+            return reason
+        if dtype == torch.float64:
+            return f"works in float32, float16 and bfloat16, not {dtype}"
+        return f"takes head_dim up to 128, not {self.head_dim}" if self.head_dim > 128 else None
 
     def heads(self, x: Tensor, start: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[B, T, H, d]``, keys and values ``[B, T, G, d]``, with norms and positions."""

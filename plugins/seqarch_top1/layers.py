@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqarch import Tags
-from seqarch.mixer import TORCH, Backend, State
+from seqarch.mixer import State
 from seqarch.ops.cache import append
 from seqarch.options import at_least, one_of
 from seqarch_top1.chunk import top1_chunk
@@ -40,7 +40,7 @@ class Top1Element(SelectionMixer):
         rope_base: Base of the rotary wavelengths.
         temperature: Scores are q·k / (temperature · √head_dim); it matters to the gradient only.
         qk_norm: Normalise queries and keys per head (RMS) before positions.
-        backend: auto or torch.
+        backend: auto, triton (a CUDA or ROCm device, head_dim up to 128) or torch.
     """
 
     tags = Tags(straight_through=True, discontinuous=True, fullgraph=False)
@@ -70,13 +70,22 @@ class Top1Element(SelectionMixer):
     ) -> tuple[Tensor, State | None]:
         """See ``TokenMixer.forward``."""
         self.check_input(x, cu_seqlens, state)
-        self.choose_backend(x)
+        triton = self.choose_backend(x) == "triton"
         start = 0 if state is None else int(state["pos"][0])
         q, k, v = self.heads(x, start, cu_seqlens)
         if state is not None:
             state = self.extend(k, v, state, start)
             k, v = self.cached(state)
-        o = top1_element(q, k, v, scale=self.scale, cu_seqlens=cu_seqlens)
+        if triton and state is not None and q.shape[1] == 1 and not _needs_gradient(q, k, v):
+            from seqarch_top1.triton_element_decode import triton_element_token
+
+            o = triton_element_token(q, k, v)
+        elif triton:
+            from seqarch_top1.triton_element import triton_element
+
+            o = triton_element(q, k, v, scale=self.scale, cu_seqlens=cu_seqlens)
+        else:
+            o = top1_element(q, k, v, scale=self.scale, cu_seqlens=cu_seqlens)
         return self.o_proj(o.flatten(2).to(x.dtype)), state
 
     def flops(self, T: int) -> int:
@@ -120,8 +129,6 @@ class Top1Chunk(SelectionMixer):
             two, head_dim up to 128) or torch.
     """
 
-    backends = (Backend("triton", ("triton",), device="cuda"), TORCH)
-
     def __init__(
         self,
         d_model: int,
@@ -161,11 +168,9 @@ class Top1Chunk(SelectionMixer):
             return reason
         C = self.chunk_size
         faults = {
-            f"works in float32, float16 and bfloat16, not {dtype}": dtype == torch.float64,
             "needs local: true": not self.local,
             "needs select: chunk": self.element,
             f"needs a chunk_size that is a power of two from 16 to 256, not {C}": C & (C - 1) or not 16 <= C <= 256,
-            f"takes head_dim up to 128, not {self.head_dim}": self.head_dim > 128,
         }
         return next((fault for fault, there in faults.items() if there), None)
 
@@ -182,7 +187,7 @@ class Top1Chunk(SelectionMixer):
             k, v = self.cached(state)
         options = {"scale": self.scale, "chunk_size": self.chunk_size}
         if state is not None and q.shape[1] == 1:
-            if triton and not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))):
+            if triton and not _needs_gradient(q, k, v):
                 from seqarch_top1.triton_decode import triton_decode
 
                 o = triton_decode(q, k, v, state.get("means"), **options)
@@ -242,3 +247,7 @@ class Top1Chunk(SelectionMixer):
             attended = max(T - C, 0) * C + first * (first + 1) // 2
         means = 0 if self.exact else T * self.n_kv_heads * self.head_dim
         return self.projection_flops(T) + means + (2 * scored + 4 * attended) * self.n_heads * self.head_dim
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
