@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from seqarch_top1 import Top1Chunk
-
 
 @dataclass(frozen=True)
 class Case:
@@ -102,21 +100,3 @@ def dense(case: Case, arguments: dict[str, Any], do: torch.Tensor) -> dict[str, 
     o = torch.einsum("bhts,bshd->bthd", w, v)
     gradients = torch.autograd.grad(o, list(leaves.values()), do.double())
     return {"o": o.detach(), **dict(zip(leaves, gradients, strict=True))}
-
-
-def run_mixer(backend: str, exact: bool, x: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Top1Chunk, always the same, on ``backend`` wherever it is: in one pass, packed, in parts and token by token."""
-    torch.manual_seed(0)
-    mixer = Top1Chunk(
-        32, n_heads=4, n_kv_heads=2, head_dim=16, chunk_size=16, selection="exact" if exact else "approx"
-    )  # fmt: skip
-    mixer.choose_backend = lambda _: backend
-    whole, _ = mixer(x)
-    packed, _ = mixer(x, cu_seqlens=cu_seqlens)
-    parts, state = [], mixer.init_state(1, x.shape[1])
-    T = x.shape[1]
-    for a, b in pairwise((0, 20, T - 4, T - 3, T - 2, T - 1, T)):
-        with torch.no_grad():
-            y, state = mixer(x[:, a:b], state=state)
-        parts.append(y)
-    return whole, packed, torch.cat(parts, 1)
