@@ -1,11 +1,12 @@
-"""What Top-1 Chunk's Triton kernels must move and multiply, how long that takes at least, and full attention beside it.
+"""What Top-1's Triton kernels must move and multiply, how long that takes at least, and full attention beside it.
 
 A model, not a measurement. Bytes are what each kernel has to fetch from and write to the GPU's memory if every repeated
 read of its own is served by the L2 cache; operations are those of its matrix products, masked halves and unfilled rows
-of a block included. The floor of a kernel is the longer of bytes / bandwidth and operations / peak. The expected time
-takes the shares of bandwidth and peak that are assumed below, and a launch's delay.
+of a block included; exponentials are one a score. The floor of a kernel is the longest of bytes / bandwidth,
+operations / peak and exponentials / their rate. The expected time takes the shares of bandwidth and peak that are
+assumed below, no share of the exponentials' rate, and a launch's delay. Other arithmetic on scores is not counted.
 
-    python benchmarks/kernel_model.py [--kernels T] [--selection approx exact] [--heads 32] [--kv-heads 8]
+    python benchmarks/kernel_model.py [--kernels T] [--selection approx exact element] [--heads 32] [--kv-heads 8]
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+SELECTIONS = ["approx", "exact", "element"]  # of Top-1 Chunk, and Top-1 Element
 LENGTHS = [2048, 8192, 32768, 102400, 262144, 1048576]
-BLOCK = 64  # queries or keys a block, as in seqarch_top1.triton_chunk_attention
+BLOCK = 64  # queries or keys a block, as in seqarch_top1.triton_chunk_attention and triton_element
 SPLIT = 512  # queries of one chunk whose sum to its keys one program makes
 
 # Assumed of kernels that the compiler makes, not measured:
@@ -23,11 +25,13 @@ BANDWIDTH_SHARE, PEAK_SHARE, LAUNCH = 0.75, 0.5, 5e-6
 
 @dataclass(frozen=True)
 class GPU:
-    """Bytes/s of memory, and dense bfloat16 operations/s: NVIDIA's data sheets (twice that with sparsity)."""
+    """Bytes/s of memory, and dense bfloat16 operations/s: NVIDIA's data sheets (twice that with sparsity); and
+    exponentials/s (arXiv 2407.08608, section 1)."""
 
     name: str
     bandwidth: float
     peak: float
+    exponentials: float = 3.9e12
 
 
 H100 = GPU("H100 SXM", 3.35e12, 989e12)
@@ -42,21 +46,31 @@ FLASH = {
 
 @dataclass(frozen=True)
 class Work:
-    """One kernel's bytes and operations."""
+    """One kernel's bytes, operations and exponentials."""
 
     kernel: str
     bytes: float
     flops: float = 0.0
     launches: int = 1
+    exponentials: float = 0.0
+
+    def limits(self, gpu: GPU) -> dict[str, float]:
+        """Seconds that each of its parts takes at least."""
+        return {
+            "memory": self.bytes / gpu.bandwidth,
+            "products": self.flops / gpu.peak,
+            "exponentials": self.exponentials / gpu.exponentials,
+        }
 
     def floor(self, gpu: GPU) -> float:
         """Seconds that it takes at least."""
-        return max(self.bytes / gpu.bandwidth, self.flops / gpu.peak)
+        return max(self.limits(gpu).values())
 
     def expected(self, gpu: GPU) -> float:
         """Seconds at the assumed shares."""
-        moving, multiplying = self.bytes / gpu.bandwidth / BANDWIDTH_SHARE, self.flops / gpu.peak / PEAK_SHARE
-        return max(moving, multiplying) + self.launches * LAUNCH
+        limits = self.limits(gpu)
+        moving, multiplying = limits["memory"] / BANDWIDTH_SHARE, limits["products"] / PEAK_SHARE
+        return max(moving, multiplying, limits["exponentials"]) + self.launches * LAUNCH
 
 
 @dataclass(frozen=True)
@@ -88,6 +102,10 @@ class Shape:
         """Operations of one product of every query with so many keys."""
         return 2.0 * self.T * self.H * self.D * keys
 
+    def scores(self, keys: float) -> float:
+        """How many scores that gives."""
+        return self.T * self.H * keys
+
 
 def attention(x: Shape) -> tuple[list[Work], list[Work]]:
     """The kernels of ``triton_chunk_attention``, forward and backward; the queries choose evenly."""
@@ -99,15 +117,15 @@ def attention(x: Shape) -> tuple[list[Work], list[Work]]:
     sort = Work("sort", n + n + (n + 4 * 2 * (n + 2 * n)) + 3 * n, launches=10)
     forward = [
         sort,
-        Work("own_forward", 2 * q + 2 * k + n, 2 * x.product(own)),
-        Work("selected_forward", 3 * q + 2 * k + 3 * n, 2 * x.product(selected), launches=5),
+        Work("own_forward", 2 * q + 2 * k + n, 2 * x.product(own), 1, x.scores(own)),
+        Work("selected_forward", 3 * q + 2 * k + 3 * n, 2 * x.product(selected), 5, x.scores(selected)),
     ]
     parts = 2 * 2 * k * (1 + queries / SPLIT)  # float32 sums for dk and dv, one more a chunk for every SPLIT queries
     backward = [
-        Work("own_queries_backward", 4 * q + 2 * k + 2 * n, 3 * x.product(own)),
-        Work("selected_queries_backward", 4 * q + 2 * k + 4 * n, 3 * x.product(selected)),
-        Work("selected_keys_backward", 2 * q + 2 * k + parts + 3 * n, 4 * x.product(selected), launches=6),
-        Work("own_keys_backward", 2 * q + 2 * k + parts + 2 * k + 2 * n, 4 * x.product(own)),
+        Work("own_queries_backward", 4 * q + 2 * k + 2 * n, 3 * x.product(own), 1, x.scores(own)),
+        Work("selected_queries_backward", 4 * q + 2 * k + 4 * n, 3 * x.product(selected), 1, x.scores(selected)),
+        Work("selected_keys_backward", 2 * q + 2 * k + parts + 3 * n, 4 * x.product(selected), 6, x.scores(selected)),
+        Work("own_keys_backward", 2 * q + 2 * k + parts + 2 * k + 2 * n, 4 * x.product(own), 1, x.scores(own)),
     ]
     return forward, backward
 
@@ -117,21 +135,38 @@ def routing(x: Shape, exact: bool) -> tuple[list[Work], list[Work]]:
     queries and once for the keys, each of which computes the scores again."""
     candidates = x.T / 2 if exact else x.T / x.C / 2
     keys = x.k if exact else 2 * x.k / x.C  # mean keys in float32
-    q, n = x.q, x.number
+    q, n, scores = x.q, x.number, x.scores(candidates)
     means = [] if exact else [Work("mean_keys", x.k + keys)]
-    forward = [*means, Work("route_forward", q + keys + 3 * n, x.product(candidates))]
+    forward = [*means, Work("route_forward", q + keys + 3 * n, x.product(candidates), 1, scores)]
     backward = [
-        Work("route_queries_backward", 2 * q + keys + 4 * n, 2 * x.product(candidates)),
-        Work("route_keys_backward", q + 2 * keys + 4 * n, 2 * x.product(candidates)),
+        Work("route_queries_backward", 2 * q + keys + 4 * n, 2 * x.product(candidates), 1, scores),
+        Work("route_keys_backward", q + 2 * keys + 4 * n, 2 * x.product(candidates), 1, scores),
         # What automatic differentiation adds: dq of both uses of q, dk of both of k.
         Work("add", 3 * q + 3 * x.k, launches=2),
     ]
     return forward, backward
 
 
-def kernels(x: Shape, exact: bool) -> tuple[list[Work], list[Work]]:
+def element(x: Shape) -> tuple[list[Work], list[Work]]:
+    """The kernels of ``triton_element``, forward and backward."""
+    keys = (x.T + BLOCK) / 2
+    q, k, n, scores = x.q, x.k, x.number, x.scores(keys)
+    forward = [Work("element_forward", 3 * q + k + 2 * n, x.product(keys), 1, scores)]  # q, the fetched values, o
+    # Where no two queries of a block choose from one block of values, each fills a tile of BLOCK² scores.
+    tiles = min(keys, BLOCK**2)
+    backward = [
+        Work("element_queries_backward", 4 * q + 2 * k + 2 * n, 4 * x.product(keys), 1, scores),
+        Work("element_keys_backward", 2 * q + 3 * k + 2 * n, 3 * x.product(keys), 1, scores),
+        Work("element_values_backward", q + k + n, x.product(tiles)),
+    ]
+    return forward, backward
+
+
+def kernels(x: Shape, selection: str) -> tuple[list[Work], list[Work]]:
     """All kernels of the mixer's core, forward and backward."""
-    (route, route_back), (attend, attend_back) = routing(x, exact), attention(x)
+    if selection == "element":
+        return element(x)
+    (route, route_back), (attend, attend_back) = routing(x, selection == "exact"), attention(x)
     return route + attend, attend_back + route_back
 
 
@@ -142,22 +177,23 @@ def flash(x: Shape, name: str) -> float:
     return flops / forward + 2.5 * flops / backward
 
 
-def print_kernels(x: Shape, gpu: GPU, exact: bool) -> None:
+def print_kernels(x: Shape, gpu: GPU, selection: str) -> None:
     """One line a kernel."""
     print("| kernel | MB | GFLOP | floor, ms | bound by | expected, ms |\n|---|---|---|---|---|---|")
-    for work in [w for part in kernels(x, exact) for w in part]:
-        bound = "memory" if work.bytes / gpu.bandwidth >= work.flops / gpu.peak else "products"
+    for work in [w for part in kernels(x, selection) for w in part]:
+        limits = work.limits(gpu)
+        bound = max(limits, key=lambda name: limits[name])
         times = f"{1e3 * work.floor(gpu):.3f} | {bound} | {1e3 * work.expected(gpu):.3f}"
         print(f"| {work.kernel} | {work.bytes / 1e6:.0f} | {work.flops / 1e9:.0f} | {times} |")
 
 
-def print_lengths(options: argparse.Namespace, gpu: GPU, exact: bool) -> None:
+def print_lengths(options: argparse.Namespace, gpu: GPU, selection: str) -> None:
     """One line a length: floor and expected time, and how many times as long full attention takes."""
     print("| T | floor, ms | expected, ms | " + " | ".join(f"{name} / expected" for name in FLASH) + " |")
     print("|---" * (3 + len(FLASH)) + "|")
     for T in LENGTHS:
         x = Shape(T, options.heads, options.kv_heads, options.head_dim, options.chunk_size)
-        works = [w for part in kernels(x, exact) for w in part]
+        works = [w for part in kernels(x, selection) for w in part]
         floor, expected = sum(w.floor(gpu) for w in works), sum(w.expected(gpu) for w in works)
         ratios = " | ".join(f"{flash(x, name) / expected:.1f}" for name in FLASH)
         print(f"| {T} | {1e3 * floor:.2f} | {1e3 * expected:.2f} | {ratios} |")
@@ -166,7 +202,7 @@ def print_lengths(options: argparse.Namespace, gpu: GPU, exact: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kernels", type=int, metavar="T", help="the kernels one by one, at this length")
-    parser.add_argument("--selection", nargs="+", choices=["approx", "exact"], default=["approx", "exact"])
+    parser.add_argument("--selection", nargs="+", choices=SELECTIONS, default=SELECTIONS)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -177,9 +213,9 @@ def main() -> None:
             print(f"\n{gpu.name}, {selection}, forward + backward\n")
             if options.kernels:
                 shape = options.heads, options.kv_heads, options.head_dim, options.chunk_size
-                print_kernels(Shape(options.kernels, *shape), gpu, selection == "exact")
+                print_kernels(Shape(options.kernels, *shape), gpu, selection)
             else:
-                print_lengths(options, gpu, selection == "exact")
+                print_lengths(options, gpu, selection)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.kernel_model import H100, Shape, attention, flash, kernels, routing
+from benchmarks.kernel_model import H100, Shape, attention, element, flash, kernels, routing
 
 X = Shape(T=4096, H=4, G=2, D=64, C=128)
 
@@ -24,6 +24,15 @@ def test_selected_chunk_counts_unfilled_rows():
     assert by_name(X)["selected_forward"].flops == 32 * X.G * 288 * X.C * 2 * 2 * X.D
 
 
+def test_element_is_counted_block_by_block():
+    """Blocks of 64 queries against all blocks of 64 keys up to their own: 1 product forward, 4 and 3 backward."""
+    pairs = sum(64 * 64 * (block + 1) for block in range(X.T // 64))
+    (forward,), (queries, keys, values) = element(X)
+    assert [w.flops / (X.H * pairs * 2 * X.D) for w in (forward, queries, keys)] == [1, 4, 3]
+    assert [w.exponentials for w in (forward, queries, keys, values)] == [X.H * pairs] * 3 + [0]
+    assert values.flops == X.H * 2 * pairs * X.D  # no more than one whole product
+
+
 def test_full_attention():
     flops = 4 * X.D * X.H * X.T**2 / 2
     assert flash(X, "FlashAttention-2") == pytest.approx(3.5 * flops / 335e12)
@@ -33,11 +42,14 @@ def test_full_attention():
 def test_growth():
     """Attention grows linearly, selection by all keys quadratically: exact stays a constant share of full attention."""
 
-    def seconds(T, exact):
-        return sum(w.floor(H100) for part in kernels(Shape(T), exact) for w in part)
+    def seconds(T, selection):
+        return sum(w.floor(H100) for part in kernels(Shape(T), selection) for w in part)
 
-    assert seconds(1 << 15, False) / seconds(1 << 14, False) == pytest.approx(2, rel=0.02)
-    assert seconds(1 << 23, True) / seconds(1 << 22, True) == pytest.approx(4, rel=0.02)
+    assert seconds(1 << 15, "approx") / seconds(1 << 14, "approx") == pytest.approx(2, rel=0.02)
+    assert seconds(1 << 23, "exact") / seconds(1 << 22, "exact") == pytest.approx(4, rel=0.02)
     # 1 + 2 + 2 products of queries and keys for selection at peak, against 2 and 5 at the published rates.
-    products = flash(Shape(1 << 23), "FlashAttention-2") / seconds(1 << 23, True)
+    products = flash(Shape(1 << 23), "FlashAttention-2") / seconds(1 << 23, "exact")
     assert products == pytest.approx(7 / 335 / (5 / 989), rel=0.02)
+    # Element: 8 products at peak; forward, at a head size of 128, as many exponentials as an H100 makes meanwhile.
+    ratio = flash(Shape(1 << 23), "FlashAttention-2") / seconds(1 << 23, "element")
+    assert ratio == pytest.approx(7 / 335 / (8 / 989), rel=0.02)
