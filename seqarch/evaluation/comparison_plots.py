@@ -11,14 +11,14 @@ from matplotlib.figure import Figure
 
 from seqarch.evaluation.report import MEAN
 
-_COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#7b3fa0", "#b2182b")
-_STYLES = ("-", "--", ":")
+COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#7b3fa0", "#b2182b")
+STYLES = ("-", "--", ":")
 
 
 def write_plots(report: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write, for each setting, its curves and gaps as ``<setting>.png`` and ``.pdf``; returns the files."""
     names = list(dict.fromkeys(a["name"] for s in report["settings"] for a in s["architectures"]))
-    looks = {name: (_COLOURS[i % 9], _STYLES[i // 9 % 3]) for i, name in enumerate(names)}
+    looks = {name: (COLOURS[i % 9], STYLES[i // 9 % 3]) for i, name in enumerate(names)}
     written = []
     for i, setting in enumerate(report["settings"]):
         stem = "mixed" if setting["mixed"] else "limited" if i == 0 else f"limited-{i + 1}"
