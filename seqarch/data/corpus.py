@@ -7,8 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
-from seqarch.data.manifest import SPLITS, Manifest, TokenizerRecord, check_files, load_manifest, manifest_path
-from seqarch.data.shards import Shard
+from seqarch.data.manifest import (
+    SPLITS,
+    Manifest,
+    ShardRecord,
+    TokenizerRecord,
+    check_files,
+    load_manifest,
+    manifest_path,
+)
+from seqarch.data.shards import Shard, sibling
 from seqarch.data.tokenizer import find_eos, hash_bytes, load_tokenizer, vocabulary_size
 
 
@@ -99,7 +107,8 @@ class Corpus:
         root: The folder.
 
     Raises:
-        ValueError: If there is no corpus, if a part or file of it is missing or truncated, or its tokenizer another.
+        ValueError: If there is no corpus, if a part or file of it is missing or truncated, its tokenizer another, or its
+            manifest that of other shards.
     """
 
     def __init__(self, root: Path) -> None:
@@ -158,15 +167,39 @@ class Corpus:
                 f"{self.tokenizer_path} does not match the shards: its hash is {found[:12]}…, that of the one that "
                 f"made them {record.hash[:12]}…; put that one back, or prepare the corpus again"
             )
+        tokenizer = load_tokenizer(self.tokenizer_path)
+        self._check_record("a vocabulary of", record.vocab_size, vocabulary_size(tokenizer), self.tokenizer_path)
+        id_of_eos = tokenizer.token_to_id(record.eos_token)
+        self._check_record(f"for {record.eos_token!r} the id", record.eos_id, id_of_eos, self.tokenizer_path)
         return record
 
     def _check(self, checksums: bool) -> None:
+        """Hold the manifest against the shards: what costs nothing, and with ``checksums`` all of it."""
         assert self.manifest is not None
-        for domains in self.manifest.splits.values():
-            for shards in domains.values():
-                for shard in shards:
-                    check_files(self.root, shard, checksums)
-                    self._check_ids(shard.name, shard.max_id)
+        for split, domains in self.manifest.splits.items():
+            for domain, records in domains.items():
+                for record, shard in zip(records, self.splits[split][domain].shards, strict=True):
+                    check_files(self.root, record, checksums)
+                    self._check_ids(record.name, record.max_id)
+                    self._check_shard(record, shard, checksums)
+
+    def _check_shard(self, record: ShardRecord, shard: Shard, everything: bool) -> None:
+        index, tokens, texts = (sibling(shard.prefix, suffix) for suffix in (".idx", ".bin", ".bytes"))
+        self._check_record("tokens:", record.tokens, shard.n_tokens, tokens)
+        self._check_record("documents:", record.documents, shard.n_documents, index)
+        self._check_record("tokens of type", record.dtype, shard.dtype.name, index)
+        if everything:
+            shard.check_contiguous()
+            self._check_record("as the largest id", record.max_id, shard.max_id(), tokens)
+            if (found := shard.n_bytes()) is not None:
+                self._check_record("bytes of text:", record.bytes, found, texts)
+
+    def _check_record(self, what: str, recorded: object, found: object, file: Path) -> None:
+        if recorded != found:
+            raise ValueError(
+                f"{manifest_path(self.root)} says {what} {recorded}, but {file} has {found}: the manifest was changed, "
+                "or is that of other shards; put the right one back, or prepare the corpus again"
+            )
 
     def _check_ids(self, name: str, max_id: int) -> None:
         size = self.tokenizer.vocab_size
@@ -177,7 +210,7 @@ class Corpus:
             )
 
     def verify(self) -> None:
-        """Read everything once: checksums where there is a manifest, else the index's consistency and the largest id.
+        """Read everything once: checksums and counts where there is a manifest, else the index and the largest id.
 
         Raises:
             ValueError: For a shard that is corrupted or holds ids outside the vocabulary.

@@ -158,6 +158,10 @@ class Shard:
         """UTF-8 bytes of document ``i``, or None where the shard came without ``.bytes``."""
         return None if self._bytes is None else int(self._bytes[i])
 
+    def n_bytes(self) -> int | None:
+        """UTF-8 bytes of all documents, or None where the shard came without ``.bytes`` (reads that file)."""
+        return None if self._bytes is None else int(self._bytes.sum())
+
     def check_contiguous(self) -> None:
         """Raise ``ValueError`` if the sequences do not follow one another in ``.bin`` (reads the whole index)."""
         offset = 0

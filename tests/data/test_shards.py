@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +130,56 @@ def test_missing_file(corpus_path: Path, tmp_path: Path) -> None:
     (root / "manifest.json").write_text('{"format": "seqarch-corpus"')
     with pytest.raises(ValueError, match=r"manifest\.json cannot be read"):
         Corpus(root)
+
+
+def _edit(root: Path, change: Callable[[dict], None]) -> None:
+    path = root / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def _shard_with(**values: object) -> Callable[[dict], None]:
+    return lambda manifest: manifest["splits"]["train"]["cc"][0].update(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_shard_with(tokens=12), r"says tokens: 12, but .*train/cc\.bin has \d+: the manifest was changed"),
+        (_shard_with(documents=1), r"says documents: 1, but .*train/cc\.idx has \d+"),
+        (_shard_with(dtype="int32"), r"says tokens of type int32, but .*train/cc\.idx has uint16"),
+        (_shard_with(max_id=70000), r"train/cc\.bin holds id 70000, but the vocabulary"),
+        (lambda m: m["tokenizer"].update(vocab_size=9), r"says a vocabulary of 9, but .*tokenizer\.json has \d+"),
+        (lambda m: m["tokenizer"].update(eos_id=9), r"says for '<\|endoftext\|>' the id 9, but .*tokenizer\.json has 0"),
+        (lambda m: m["tokenizer"].update(eos_token="<s>"), r"says for '<s>' the id 0, but .*tokenizer\.json has None"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_its_shards(
+    corpus_path: Path, tmp_path: Path, change: Callable[[dict], None], message: str
+) -> None:
+    root = _copy(corpus_path, tmp_path)
+    Corpus(root)
+    _edit(root, change)
+    with pytest.raises(ValueError, match=message):
+        Corpus(root)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_shard_with(bytes=12), r"says bytes of text: 12, but .*train/cc\.bytes has \d+"),
+        (_shard_with(max_id=1), r"says as the largest id 1, but .*train/cc\.bin has \d+"),
+    ],
+)
+def test_what_only_reading_everything_shows(
+    corpus_path: Path, tmp_path: Path, change: Callable[[dict], None], message: str
+) -> None:
+    root = _copy(corpus_path, tmp_path)
+    Corpus(root).verify()
+    _edit(root, change)
+    with pytest.raises(ValueError, match=message):
+        Corpus(root).verify()
 
 
 def test_tokenizer_that_does_not_match(corpus_path: Path, tmp_path: Path) -> None:
