@@ -27,19 +27,20 @@ from seqarch_top1.triton_element_kernels import (
 
 
 def _blocks(D: int, dtype: torch.dtype) -> dict[str, dict[str, int]]:
-    """Constants and options of each kernel, chosen from what compiles for sm_80, sm_90, sm_100 and gfx942 without
-    spilled registers."""
+    """Constants and options of each kernel: the largest blocks whose sums sm_80, sm_90, sm_100 and gfx942 keep in
+    registers. The more rows a program keeps, the fewer programs read the others again."""
     BLOCK_D = max(16, triton.next_power_of_2(D))
     wide, single, amd = BLOCK_D >= 128, dtype == torch.float32, torch.version.hip is not None
-    shared = {"D": D, "BLOCK_D": BLOCK_D, "num_stages": 1 if single else 2}
-    shared["num_warps"] = 8 if (wide or single) and not amd else 4
-    forward = {"BLOCK_M": 32, "BLOCK_N": 32} if single else {"BLOCK_M": 64 if amd else 128, "BLOCK_N": 64}
-    rows = (16 if wide else 32) if single else 64
-    by_query = {"BLOCK_M": rows, "BLOCK_N": min(rows, 32)}
-    by_key = {"BLOCK_M": min(rows, 32), "BLOCK_N": rows}
-    by_value = {"BLOCK_M": 64, "BLOCK_N": 32 if single else 64}
-    own = {"forward": forward, "by_query": by_query, "by_key": by_key, "by_value": by_value}
-    return {name: {**shared, **sizes} for name, sizes in own.items()}
+    if single:
+        rows = 16 if wide else 32
+        sizes = {"forward": (32, 32), "by_query": (rows, rows), "by_key": (rows, rows), "by_value": (64, 32)}
+    elif amd:
+        sizes = {"forward": (64, 64), "by_query": (64, 32), "by_key": (32, 64), "by_value": (64, 64)}
+    else:
+        rows = 64 if wide else 128
+        sizes = {"forward": (128, 64), "by_query": (rows, 32), "by_key": (32, 128), "by_value": (64, 64)}
+    options = {"D": D, "BLOCK_D": BLOCK_D, "num_stages": 1 if single else 2, "num_warps": 4 if amd else 8}
+    return {name: {**options, "BLOCK_M": M, "BLOCK_N": N} for name, (M, N) in sizes.items()}
 
 
 class _Element(torch.autograd.Function):

@@ -95,5 +95,5 @@ def triton_element_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, top, pick, S, spans, B * G, q.stride(0), q.stride(2), *k.stride()[:3],
             G=G, **sizes, BLOCK_N=min(_SPAN, 4096 // BLOCK_D), SPAN=_SPAN,
         )  # fmt: skip
-        fetch_best[(B * H,)](v, top, pick, o, spans, *v.stride()[:3], H=H, **sizes, BLOCK_SPANS=256)
+        fetch_best[(B * H,)](v, top, pick, o, spans, *v.stride()[:3], H=H, **sizes, BLOCK_SPANS=128)
     return o

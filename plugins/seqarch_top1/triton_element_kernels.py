@@ -93,7 +93,7 @@ def element_forward(
         top, chosen, z = select(
             top, chosen, z, q_rows, k, k_token, n, hi, i, lowest, qk_scale, D, BLOCK_D, BLOCK_N, first is not None, SOFT
         )
-    for n in range(full, hi, BLOCK_N):
+    for n in tl.range(full, hi, BLOCK_N, num_stages=1):  # a few blocks: not worth registers for loads ahead
         top, chosen, z = select(
             top, chosen, z, q_rows, k, k_token, n, hi, i, lowest, qk_scale, D, BLOCK_D, BLOCK_N, True, SOFT
         )
@@ -150,7 +150,7 @@ def element_queries_backward(
             acc, mean, shift, q_rows, do_rows, lse_rows, c, k, v, k_token, v_token, n, hi, i, lowest, qk_scale,
             D, BLOCK_D, BLOCK_N, first is not None,
         )  # fmt: skip
-    for n in range(full, hi, BLOCK_N):
+    for n in tl.range(full, hi, BLOCK_N, num_stages=1):
         acc, mean, shift = query_gradients(
             acc, mean, shift, q_rows, do_rows, lse_rows, c, k, v, k_token, v_token, n, hi, i, lowest, qk_scale,
             D, BLOCK_D, BLOCK_N, True,
@@ -216,7 +216,7 @@ def element_keys_backward(
         q_rows = q + b * q_batch + h * q_head
         do_rows = do + (b * T * H + h) * D
         row = (b * H + h) * T
-        for n in range(begin, tl.minimum(full, last), BLOCK_M):
+        for n in tl.range(begin, tl.minimum(full, last), BLOCK_M, num_stages=1):
             acc = key_gradients(
                 acc, k_rows, v_rows, q_rows, do_rows, lse + row, delta + row, first, q_token, H * D, n, j, T, S,
                 scale * LOG2E, D, BLOCK_D, BLOCK_M, True,
