@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from seqarch.training.sweep import Member
 
 _SBATCH = """#!/bin/bash
-#SBATCH --job-name={name}
+#SBATCH --job-name="{name}"
 #SBATCH --array=0-{last}
 #SBATCH --requeue
-#SBATCH --output={out}/.sweep/slurm-%A_%a.log
-# Resources are given when it is submitted: sbatch --gres=gpu:1 --cpus-per-task=8 --time=24:00:00 {name}.sbatch
+#SBATCH --chdir="{here}"
+#SBATCH --output="{out}/.sweep/slurm-%A_%a.log"
+#SBATCH --open-mode=append
+# Resources are given when it is submitted: sbatch --gres=gpu:1 --cpus-per-task=8 --time=24:00:00 FILE
 exec {command} --member "$SLURM_ARRAY_TASK_ID"
 """
 
@@ -46,11 +48,7 @@ def run(name: str, arguments: list[str]) -> None:
     if options.jobs < 1:
         raise UsageError(f"jobs must be at least 1, got {options.jobs}")
     if options.slurm:
-        command = ["seqarch", "sweep", "--config", options.config, *(["--out", options.out] if options.out else [])]
-        out = members[0].out
-        (out / ".sweep").mkdir(parents=True, exist_ok=True)  # Slurm does not make the folder of its logs
-        text = _SBATCH.format(name=out.name, last=len(members) - 1, out=out, command=shlex.join(command))
-        sys.stdout.write(text)
+        sys.stdout.write(_batch_script(members, options.config, options.out))
         return
     chosen = members
     if options.member is not None:
@@ -63,6 +61,20 @@ def run(name: str, arguments: list[str]) -> None:
     _show(members, states)
     if not options.list and "failed" in states.values():
         raise SystemExit(1)
+
+
+def _batch_script(members: list[Member], config: str, out: str | None) -> str:
+    """An array job that works from whatever folder, and in whatever environment, it is submitted."""
+    folder = members[0].out
+    (folder / ".sweep").mkdir(parents=True, exist_ok=True)  # Slurm does not make the folder of its logs
+    command = [sys.executable, "-m", "seqarch", "sweep", "--config", config, *(["--out", out] if out else [])]
+    return _SBATCH.format(
+        name=folder.name,
+        last=len(members) - 1,
+        here=Path.cwd(),
+        out=str(folder).replace("%", "%%"),  # Slurm's sign for what it fills in
+        command=shlex.join(command),
+    )
 
 
 def _run(members: list[Member], jobs: int) -> None:
@@ -87,10 +99,10 @@ def _show(members: list[Member], states: dict[Member, str]) -> None:
     from rich.table import Table
 
     table = Table(title=f"Sweep in {members[0].out}", title_justify="left")
-    for column in ("member", "run", "state", "last line of its log, where it failed"):
+    for column in ("member", "run", "state", "how it failed, and the last line of its log"):
         table.add_column(column, overflow="fold")
     for i, member in enumerate(members):
         if member in states:
-            line = escape(member.last_line()) if states[member] == "failed" else ""
+            line = escape(member.failure()) if states[member] == "failed" else ""
             table.add_row(str(i), member.name, states[member], line)
     Console().print(table)

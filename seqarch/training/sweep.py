@@ -20,6 +20,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -64,20 +65,28 @@ class Member:
     def state(self) -> str:
         """``done``, ``failed``, ``running`` (perhaps by another process), ``stopped`` or ``waiting``.
 
-        A run that was done with other options is waiting again.
+        A run that was done with other options is stopped again, as is one whose processes vanished without a word (a
+        job's time limit, a lost node).
         """
         if self.file("lock").exists():
             lock = self._lock()
             if lock is None:
                 return "running"
             lock.close()
+        status = self._status()
+        if status == 0:
+            return "done" if self.run_dir.is_dir() else "waiting"  # it was deleted since
+        if status is not None:
+            return "failed"
+        return "stopped" if self._last.exists() or self.file("log").exists() else "waiting"
+
+    def _status(self) -> int | None:
+        """Exit status of the process that trained it last with these options; None if there is none."""
         try:
             record = json.loads(self.file("json").read_text())
         except (FileNotFoundError, json.JSONDecodeError):
-            record = {}
-        if record.get("arguments") == list(self.arguments):
-            return "done" if record["status"] == 0 else "failed"
-        return "stopped" if self._last.exists() else "waiting"
+            return None
+        return record["status"] if record.get("arguments") == list(self.arguments) else None
 
     @property
     def _last(self) -> Path:
@@ -91,6 +100,12 @@ class Member:
             return ""
         return next((line.split("\r")[-1].strip() for line in reversed(lines) if line.strip()), "")
 
+    def failure(self) -> str:
+        """How it failed: the signal that ended it, if one did, and the end of what it printed."""
+        status = self._status() or 0
+        killed = f"signal {-status} ({signal.strsignal(-status)}) ended it; " if status < 0 else ""
+        return killed + self.last_line()
+
     def start(self, environment: Mapping[str, str] | None = None) -> Running | None:
         """Start to train in another process, or to go on from the last checkpoint; what it prints goes to the log.
 
@@ -101,6 +116,7 @@ class Member:
         lock = self._lock()
         if lock is None:
             return None
+        self.file("json").unlink(missing_ok=True)  # how an earlier try ended
         command = [sys.executable, "-m", "seqarch", "fit", *self.arguments, "--run_dir", str(self.run_dir)]
         if self._last.exists():
             command += ["--ckpt_path", "last"]

@@ -1,6 +1,8 @@
 """The queue is tested with a stand-in for ``python -m seqarch fit``; one slow test trains."""
 
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,7 +43,9 @@ what = behaviour.read_text() if behaviour.exists() else ""
 if what == "hangs":
     (run_dir / "hanging").touch()
     time.sleep(600)
-print("step 1\\n  it broke\\n" if what else "fine")
+print("step 1\\n  it broke\\n" if what else "fine", flush=True)
+if what == "is killed":
+    os.kill(os.getpid(), 9)
 sys.exit(3 if what else 0)
 """
 
@@ -112,6 +116,34 @@ def test_a_failed_member_does_not_stop_the_rest_and_is_tried_again(file, capsys)
     assert calls(members(file)[1])[1] == calls(members(file)[1])[0] + " --ckpt_path last"
 
 
+def test_a_member_that_was_killed_says_so_until_it_is_tried_again(file, capsys):
+    (file.parent / "here" / "a-2.does").write_text("is killed")
+    with pytest.raises(SystemExit):
+        main(["sweep", "--config", str(file), "--out", str(file.parent / "here")])
+    assert [m.state() for m in members(file)] == ["done", "failed", "done", "done"]
+    assert members(file)[1].failure() == "signal 9 (Killed) ended it; it broke"
+    assert "signal 9" in capsys.readouterr().out
+    (file.parent / "here" / "a-2.does").write_text("hangs")
+    running = members(file)[1].start()
+    assert running is not None
+    running.stop()
+    assert members(file)[1].state() == "stopped"
+
+
+def test_a_member_whose_processes_vanished_is_stopped(file):
+    """Both were killed, as at a job's time limit: nothing is written down, and there may be no checkpoint yet."""
+    first = members(file)[0]
+    first.file("log").parent.mkdir()
+    first.file("log").write_text("began\n")
+    assert [m.state() for m in members(file)] == ["stopped", "waiting", "waiting", "waiting"]
+
+
+def test_a_deleted_run_waits_again(file):
+    run_members(members(file)[:2], 1, None, lambda *_: None)
+    shutil.rmtree(members(file)[1].run_dir)
+    assert [m.state() for m in members(file)[:2]] == ["done", "waiting"]
+
+
 def test_other_options_make_a_run_wait_again(file):
     run_members(members(file), 2, None, lambda *_: None)
     file.write_text(SWEEP.replace("max_steps: 5", "max_steps: 9"))
@@ -159,13 +191,24 @@ def test_ending_the_sweep_ends_its_runs(file):
     assert [m.state() for m in members(file)] == ["stopped", "waiting", "waiting", "waiting"]
 
 
-def test_a_batch_script(file, capsys):
-    main(["sweep", "--config", str(file), "--out", str(file.parent / "here"), "--slurm"])
-    text = capsys.readouterr().out
-    assert "#SBATCH --array=0-3\n" in text
-    assert text.endswith(
-        f'exec seqarch sweep --config {file} --out {file.parent / "here"} --member "$SLURM_ARRAY_TASK_ID"\n'
-    )
+def test_a_batch_script_works_from_any_folder_and_environment(file, capsys, monkeypatch):
+    """Slurm runs it in the folder it is submitted from; its words are in quotes, and % is not a pattern of Slurm's."""
+    monkeypatch.chdir(file.parent)
+    main(["sweep", "--config", "sweep.yaml", "--out", "my 5% runs", "--slurm"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert {line for line in lines if line.startswith("#SBATCH")} == {
+        '#SBATCH --job-name="my 5% runs"',
+        "#SBATCH --array=0-3",
+        "#SBATCH --requeue",
+        f'#SBATCH --chdir="{file.parent}"',
+        '#SBATCH --output="my 5%% runs/.sweep/slurm-%A_%a.log"',
+        "#SBATCH --open-mode=append",
+    }
+    python = shlex.quote(sys.executable)
+    command = f"{python} -m seqarch sweep --config sweep.yaml --out 'my 5% runs'"
+    assert lines[-1] == f'exec {command} --member "$SLURM_ARRAY_TASK_ID"'
+    assert (file.parent / "my 5% runs" / ".sweep").is_dir()
 
 
 def test_the_laptop_study():
