@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 from seqarch.commands.usage import Parser
@@ -47,15 +46,12 @@ def position(
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("the package matplotlib is not installed: pip install 'seqarch[eval]'")
-    from seqarch.data.builtin import builtin_corpus
-    from seqarch.data.corpus import Corpus
     from seqarch.evaluation.context_plots import keep, plot_position
     from seqarch.evaluation.position import loss_by_position
     from seqarch.evaluation.trained import load_trained
 
     trained = load_trained(ckpt, tokenizer, device)
-    path = data if data is not None else _corpus_of(trained.results.parent / "config.yaml")
-    corpus = Corpus(builtin_corpus() if path == "builtin" else Path(path))
+    corpus = trained.corpus(data)
 
     def report(domain: str, curve: dict[str, Any]) -> None:
         first, last = curve["loss"][0], curve["loss"][-1]
@@ -65,13 +61,3 @@ def position(
         trained, corpus, length, domains, documents, batch_size=batch_size, chunk=chunk, report=report
     )
     keep(found, trained.results_file("position", out), plot_position)
-
-
-def _corpus_of(config: Path) -> str:
-    """The corpus that a run's ``config.yaml`` names."""
-    import yaml
-
-    try:
-        return str(yaml.safe_load(config.read_text(encoding="utf-8"))["data"]["init_args"]["path"])
-    except (OSError, KeyError, TypeError) as error:
-        raise ValueError(f"data: {config} does not say on which corpus it was trained; name one with --data") from error

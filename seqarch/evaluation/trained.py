@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 
+from seqarch.data.builtin import builtin_corpus
+from seqarch.data.corpus import Corpus
 from seqarch.data.tokenizer import find_eos, load_tokenizer
 from seqarch.discovery import plugins
 from seqarch.model import SequenceModel
@@ -51,6 +54,22 @@ class Trained:
     def results_file(self, kind: str, out: str | None) -> Path:
         """Where results of a kind go: the file ``out``, by default one in the run's folder, named after the step."""
         return self.results / f"{kind}-step{self.step}.json" if out is None else Path(out)
+
+    def corpus(self, data: str | None = None) -> Corpus:
+        """The prepared corpus ``data`` (a folder, or builtin), by default the one that the run was trained on.
+
+        Raises:
+            ValueError: If the run's ``config.yaml`` does not name one, or it cannot be read.
+        """
+        if data is None:
+            config = self.results.parent / "config.yaml"
+            try:
+                data = str(yaml.safe_load(config.read_text(encoding="utf-8"))["data"]["init_args"]["path"])
+            except (OSError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"data: {config} does not say on which corpus it was trained; name one with --data"
+                ) from error
+        return Corpus(builtin_corpus() if data == "builtin" else Path(data))
 
     def describe(self) -> dict[str, Any]:
         """What a file of results says about the model."""
