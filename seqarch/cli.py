@@ -17,6 +17,7 @@ COMMANDS = {
     "eval": ("seqarch.commands.eval:run", "downstream tasks of a checkpoint: seqarch eval RUN --tasks …"),
     "needle": ("seqarch.commands.needle:run", "find a number in a long text: seqarch needle RUN --lengths 1024 4096"),
     "position": ("seqarch.commands.position:run", "loss by position in the document: seqarch position RUN"),
+    "probe": ("seqarch.commands.probe:run", "the paper's three principles, measured: seqarch probe MIXER|RUN…"),
     "mixers": ("seqarch.commands.mixers:run", "list the token mixers that are installed, and their backends"),
     "doctor": ("seqarch.commands.doctor:run", "check every backend of every mixer on this machine's device"),
     "sweep": ("seqarch.commands.sweep:run", "many runs from one file: architectures × seeds × settings"),
