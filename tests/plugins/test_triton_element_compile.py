@@ -17,12 +17,13 @@ FORWARD, *BACKWARD = [
 ]
 WIDE = [(128, torch.bfloat16), (128, torch.float16), (80, torch.float16)]
 SPILLED = {
+    ("element_keys_backward", "sm_80", 64, torch.float32): 16,
     ("element_forward", "sm_90", 64, torch.float32): 8,
     ("element_forward", "sm_100", 64, torch.float32): 8,
-    **{("element_keys_backward", "sm_80", D, dtype): 32 for D, dtype in WIDE},
+    **{("element_keys_backward", "sm_80", D, dtype): 40 for D, dtype in WIDE},
     **{("element_keys_backward", "sm_100", D, dtype): 56 for D, dtype in WIDE},
 }
-"""Bytes a thread that may spill: of packed documents; of one document 8 on sm_80."""
+"""Bytes a thread that may spill, most of them for packed documents only."""
 SM_90 = [pytest.param(t, marks=[] if t == "sm_90" else pytest.mark.slow) for t in TARGETS]
 SHAPES = [(64, torch.bfloat16), *WIDE, (64, torch.float32), (128, torch.float32)]
 
