@@ -74,6 +74,8 @@ def run(name: str, arguments: list[str]) -> None:
         console.print(table)
     for line in explain(report):
         console.print(line, highlight=False, markup=False)
+    for file in report["other_results"]:
+        console.print(f"Not compared, but there: {file}", highlight=False, markup=False)
     if not plots:
         console.print("No PNG and PDF: matplotlib is not installed (pip install 'seqarch[eval]')", markup=False)
     console.print(f"Report: {folder / 'report.html'}", highlight=False, markup=False)

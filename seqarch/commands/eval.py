@@ -63,7 +63,14 @@ def evaluate(
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("the package lm-eval is not installed: pip install 'seqarch[eval]'")
     from seqarch.evaluation.lm_eval_model import SeqarchLM
-    from seqarch.evaluation.tasks import TaskUnavailableError, ruler_metadata, shots_of, tasks_for, write_results
+    from seqarch.evaluation.tasks import (
+        TaskUnavailableError,
+        kept_results,
+        ruler_metadata,
+        shots_of,
+        tasks_for,
+        write_results,
+    )
     from seqarch.evaluation.tasks import evaluate as evaluate_tasks
 
     for chatty in ("lm_eval", "huggingface_hub", "datasets"):
@@ -72,6 +79,7 @@ def evaluate(
     if any(task.startswith(("ruler", "niah")) for task in tasks):
         lm.max_length = max(lm.max_length, *(length + 1 for length in max_seq_lengths))
     file = lm.trained.results_file("tasks", out)
+    kept_results(file, lm.trained.describe())  # refuses what is no such file before hours pass
     failed = []
     with TemporaryDirectory() as folder:
         manager = tasks_for(tasks, include_path, ruler_metadata(lm.trained.tokenizer, max_seq_lengths, Path(folder)))

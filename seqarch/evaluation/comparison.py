@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,8 @@ import numpy as np
 from seqarch.evaluation.architectures import find_reference, name_architectures
 from seqarch.evaluation.bootstrap import MIN_DOCUMENTS, Draws, draw_documents
 from seqarch.evaluation.comparability import common_unit, read_runs, select
+from seqarch.evaluation.downstream import match, other_results, read_results
+from seqarch.evaluation.downstream_estimates import TaskScores, score_setting
 from seqarch.evaluation.gap import Curve, Gap, compare_architectures
 from seqarch.evaluation.runs import Run
 
@@ -46,6 +48,7 @@ class Setting:
         targets: The domains whose loss is compared at equal pre-training loss.
         points: Runs by architecture, the reference's first.
         gaps: By architecture, but for the reference.
+        downstream: Scores on tasks, where the runs have any.
     """
 
     mixed: bool
@@ -53,6 +56,7 @@ class Setting:
     targets: tuple[str, ...]
     points: dict[str, list[Points]]
     gaps: dict[str, Gap]
+    downstream: list[TaskScores] = field(default_factory=list)
 
     @property
     def title(self) -> str:
@@ -75,6 +79,7 @@ class Comparison:
         documents: By domain: number of test documents, and the effective number.
         refused: Runs that take no part, and why.
         notes: What else a reader must know, a line each.
+        other_results: Files of results in the run folders that are not compared.
     """
 
     reference: str
@@ -87,6 +92,7 @@ class Comparison:
     documents: dict[str, tuple[int, float]]
     refused: dict[Path, str]
     notes: list[str]
+    other_results: list[Path]
 
     @property
     def unit_name(self) -> str:
@@ -184,6 +190,7 @@ def compare_runs(
         settings.append(Setting(mixed, trained, targets, points, gaps))
     if not settings:
         raise ValueError(f"there is nothing to compare: {'; '.join(notes)}{without}")
+    settings, lacking = _with_downstream(settings, chosen, level, seed)
     return Comparison(
         reference=chosen,
         axis=axis,
@@ -194,8 +201,33 @@ def compare_runs(
         settings=settings,
         documents={name: (len(d.size), d.effective) for name, d in draws.items()},
         refused=refused,
-        notes=notes,
+        notes=[*notes, *lacking],
+        other_results=[file for path in _paths(settings) for file in other_results(path)],
     )
+
+
+def _paths(settings: Sequence[Setting]) -> list[Path]:
+    return [p.run.path for setting in settings for points in setting.points.values() for p in points]
+
+
+def _with_downstream(
+    settings: Sequence[Setting], reference: str, level: float, seed: int
+) -> tuple[list[Setting], list[str]]:
+    """Settings with their scores on tasks, and which results take no part."""
+    paths = _paths(settings)
+    results, notes = [], []
+    for path in paths:
+        found, damaged = read_results(path)
+        results += found
+        notes += damaged
+    of_reference = {p.run.path for setting in settings for p in setting.points[reference]}
+    matched, lacking = match(results, paths, of_reference)
+    scored = []
+    for setting in settings:
+        groups = {name: [p.run.path for p in points] for name, points in setting.points.items()}
+        scores = score_setting(matched, groups, reference, level=level, seed=seed)
+        scored.append(replace(setting, downstream=scores))
+    return scored, [*notes, *lacking]
 
 
 def _compare_setting(

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from seqarch.evaluation.downstream_report import difference_text, is_sure, metric_name, score_text, steps
 from seqarch.evaluation.report import MEAN, explain, interval, verdict
 
 _HERE = Path(__file__).parent
@@ -27,6 +28,7 @@ def to_html(report: Mapping[str, Any]) -> str:
         *(f'<p class="soft">{escape(line)}</p>' for line in lines[2:]),
         *(part for i, s in enumerate(report["settings"]) for part in _charts(s, i)),
         *(part for s in report["settings"] for part in _by_domain(report, s)),
+        *(part for s in report["settings"] for part in _downstream(report, s)),
         *_in_domain(report),
         *_options(report),
         *_runs(report),
@@ -139,6 +141,28 @@ def _by_domain(report: Mapping[str, Any], setting: Mapping[str, Any]) -> list[st
     return [f"<h2>By domain: {escape(setting['title'])}</h2>", *table] if table else []
 
 
+def _downstream(report: Mapping[str, Any], setting: Mapping[str, Any]) -> list[str]:
+    names = [a["name"] for a in setting["architectures"]]
+    rows = []
+    for entry in setting["downstream"]:
+        s = entry["settings"]
+        limit = "" if s["limit"] is None else f", limit {s['limit']}"
+        what = f"{s['num_fewshot']} shots, {s['documents']:,} documents{limit}"
+        row = [f"{escape(metric_name(entry))}<br><small>{escape(what)}</small>"]
+        for name in names:
+            if (score := entry["architectures"].get(name)) is None:
+                row.append("–")
+                continue
+            text = escape(difference_text(score["difference"]))
+            seeds = f"step {steps(entry, name)}, {len(score['runs'])} seed{'s' if len(score['runs']) > 1 else ''}"
+            difference = f"<b>{text}</b>" if is_sure(score["difference"], 1 - report["level"]) else text
+            row.append("<br>".join(filter(None, [score_text(score), difference, f"<small>{seeds}</small>"])))
+        rows.append(row)
+    caption = f"Score ± standard error; below it the difference to {report['reference']} with its interval"
+    table = _table(caption, ["task", *map(escape, names)], rows)
+    return [f"<h2>Downstream tasks: {escape(setting['title'])}</h2>", *table] if table else []
+
+
 def _in_domain(report: Mapping[str, Any]) -> list[str]:
     rows = [
         [escape(a["name"]), _text(escape(s["title"])), _signed(a["gap"]["pretraining_at_end"])]
@@ -188,6 +212,7 @@ def _runs(report: Mapping[str, Any]) -> list[str]:
 
 def _left_out(report: Mapping[str, Any]) -> list[str]:
     lines = [f"{r['run']}: {r['reason']}" for r in report["refused"]] + list(report["notes"])
+    lines += [f"{file}: not compared, but there" for file in report["other_results"]]
     if not lines:
         return []
     return ["<h2>Left out, and to be known</h2><ul>", *(f"<li>{escape(line)}</li>" for line in lines), "</ul>"]

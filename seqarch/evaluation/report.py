@@ -13,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from seqarch.evaluation import downstream_report
 from seqarch.evaluation.architectures import differing
 from seqarch.evaluation.bootstrap import holm
 from seqarch.evaluation.comparison import Comparison, Points, Setting
@@ -44,6 +45,7 @@ def to_plain(comparison: Comparison) -> dict[str, Any]:
         "differing_options": options,
         "refused": [{"run": str(path), "reason": reason} for path, reason in comparison.refused.items()],
         "notes": comparison.notes,
+        "other_results": [str(path) for path in comparison.other_results],
     }
 
 
@@ -61,6 +63,7 @@ def _setting(setting: Setting, comparison: Comparison) -> dict[str, Any]:
             }
             for name, points in sorted(setting.points.items(), key=lambda item: _rank(setting, item[0]))
         ],
+        "downstream": downstream_report.plain_scores(setting.downstream),
     }
 
 
@@ -194,6 +197,7 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
                 cells = [domain_gap(gap["targets"][t], 1 - report["level"]) for t in setting["targets"]]
                 table.add_row(escape(architecture["name"]), *cells)
         found.append(table)
+    found += [downstream_report.table(setting, 1 - report["level"]) for setting in report["settings"]]
     return [table for table in found if table.row_count]
 
 
@@ -238,10 +242,13 @@ def explain(report: Mapping[str, Any]) -> list[str]:
             if architecture["gap"] is not None and (needed := architecture["gap"]["advice"]):
                 where = f" ({setting['title']})" if len(report["settings"]) > 1 else ""
                 wanting.setdefault(needed, []).append(architecture["name"] + where)
-    return lines + [f"To decide {', '.join(names)}: {needed}." for needed, names in wanting.items()]
+    lines += [f"To decide {', '.join(names)}: {needed}." for needed, names in wanting.items()]
+    return lines + downstream_report.explain_scores(report)
 
 
 def write_tables(report: Mapping[str, Any], folder: Path) -> None:
-    """Write gaps.csv and curves.csv."""
+    """Write gaps.csv and curves.csv, and downstream.csv where there are scores."""
     (folder / "gaps.csv").write_text(gaps_csv(report), encoding="utf-8")
     (folder / "curves.csv").write_text(curves_csv(report), encoding="utf-8")
+    if scores := [row for setting in report["settings"] for row in downstream_report.rows(setting)]:
+        (folder / "downstream.csv").write_text(_csv(downstream_report.HEADER, scores), encoding="utf-8")

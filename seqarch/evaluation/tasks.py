@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -137,13 +138,13 @@ def evaluate(
         limit: Only so many documents of each task.
 
     Yields:
-        The name of a task, and its results as they come (nothing on other processes than the first), or why it could
-        not be loaded.
+        The name of a task, and its results as they come (nothing on other processes than the first), with the scores
+        of each document under ``samples``; or why it could not be loaded.
     """
     for name, n in shots.items():
         try:
             found = simple_evaluate(
-                lm, tasks=[name], num_fewshot=n, limit=limit, task_manager=manager, log_samples=False
+                lm, tasks=[name], num_fewshot=n, limit=limit, task_manager=manager, log_samples=True
             )
         except TaskUnavailableError as error:
             yield name, error
@@ -156,14 +157,34 @@ def evaluate(
 def _condensed(found: dict[str, Any], name: str) -> dict[str, Any]:
     """Of lm-eval's results what is worth keeping: scores with their standard errors, and how they came about."""
     scores = {task: _scores(values) for task, values in found["results"].items()}
+    better = found["higher_is_better"].get(name) or {}
+    documents, samples = _samples(found["samples"])
     shots = sorted({n for n in found["n-shot"].values() if n is not None})
     return {
         "num_fewshot": shots[0] if len(shots) == 1 else shots,
         "documents": sum(n["effective"] for n in found["n-samples"].values()),
+        "documents_sha256": documents,
         "version": found["versions"].get(name),
+        "higher_is_better": {metric: better.get(metric.partition(",")[0]) for metric in scores.get(name, {})},
         "scores": scores.pop(name, {}),
         "subtasks": scores,
+        "samples": samples,
     }
+
+
+def _samples(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[str, dict[str, list[float]]]:
+    """A hash of all documents, and by metric the score of each: subtasks by name, documents by number."""
+    digest = hashlib.sha256()
+    scores: dict[str, list[float]] = {}
+    for subtask, samples in sorted(found.items()):
+        for sample in sorted(samples, key=lambda s: (s["filter"], s["doc_id"])):
+            digest.update(f"{subtask}/{sample['filter']}/{sample['doc_id']}/{sample['doc_hash']}\n".encode())
+            for metric in sample["metrics"]:
+                value = sample[metric]
+                if isinstance(value, (int, float)):
+                    key = metric if sample["filter"] == "none" else f"{metric},{sample['filter']}"
+                    scores.setdefault(key, []).append(round(float(value), 12))
+    return digest.hexdigest(), scores
 
 
 def _scores(values: dict[str, Any]) -> dict[str, dict[str, float | None]]:
@@ -187,13 +208,35 @@ def write_results(path: Path, model: dict[str, Any], tasks: dict[str, dict[str, 
     """Put tasks' results into a file, beside those of other tasks that it has.
 
     Args:
-        path: A JSON file: ``{"model": …, "tasks": {name: …}}``; its folder is made.
-        model: Which model it was; tasks of another one are dropped from the file.
+        path: A JSON file: ``{"model": …, "tasks": {name: …}}``; its folder is made. The scores of each document,
+            ``samples``, go into another one, ``<name>-samples.json``: ``{"model": …, "tasks": {name: {"scores": …}}}``.
+        model: Which model it was; tasks of another one are dropped from the files.
         tasks: Results by name.
     """
-    kept: dict[str, Any] = {}
-    if path.is_file():
-        old = json.loads(path.read_text(encoding="utf-8"))
-        kept = old["tasks"] if old["model"] == model else {}
+    by_document = {name: {"scores": found["samples"]} for name, found in tasks.items()}
+    condensed = {name: {k: v for k, v in found.items() if k != "samples"} for name, found in tasks.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_aside(path, json.dumps({"model": model, "tasks": {**kept, **tasks}}, indent=1).encode())
+    for file, entries, indent in ((_samples_file(path), by_document, None), (path, condensed, 1)):
+        kept = kept_results(file, model)
+        write_aside(file, json.dumps({"model": model, "tasks": {**kept, **entries}}, indent=indent).encode())
+
+
+def kept_results(path: Path, model: dict[str, Any]) -> dict[str, Any]:
+    """The results of ``model`` that a file holds.
+
+    Raises:
+        ValueError: If there is a file that does not hold results.
+    """
+    try:
+        old = json.loads(path.read_text(encoding="utf-8"))
+        return old["tasks"] if old["model"] == model else {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is there, but holds no results of tasks: move it away, or name another --out"
+        ) from error
+
+
+def _samples_file(path: Path) -> Path:
+    return path.with_name(f"{path.stem}-samples.json")

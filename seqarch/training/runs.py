@@ -1,4 +1,4 @@
-"""The folder of a run: where its checkpoints and its tokenizer lie."""
+"""The folder of a run: where its checkpoints, its tokenizer and its results lie."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer.json"
+RESULTS = "results"
 
 
 def checkpoint_of(path: str | Path) -> Path:

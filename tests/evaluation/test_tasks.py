@@ -71,10 +71,10 @@ def test_local_tasks_go_on_beside_one_that_cannot_be_had(run_dir, tmp_path, caps
 def test_tasks_of_another_checkpoint_are_dropped(tmp_path):
     file = tmp_path / "results" / "tasks.json"
     for step, task in ((1, "a"), (1, "b"), (2, "c")):
-        write_results(file, {"step": step}, {task: {}})
+        write_results(file, {"step": step}, {task: {"scores": {}, "samples": {}}})
         if task == "b":
             assert list(json.loads(file.read_text())["tasks"]) == ["a", "b"]
-    assert json.loads(file.read_text()) == {"model": {"step": 2}, "tasks": {"c": {}}}
+    assert json.loads(file.read_text()) == {"model": {"step": 2}, "tasks": {"c": {"scores": {}}}}
 
 
 @pytest.mark.slow
