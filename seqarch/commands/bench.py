@@ -114,8 +114,15 @@ def bench(
     from seqarch.mixer_spec import parse_mixer
     from seqarch.options import at_least
 
-    at_least(0, memory_limit=memory_limit, peak_tflops=peak_tflops)
+    at_least(1, n_heads=n_heads)
+    for option, value in (("memory_limit", memory_limit), ("peak_tflops", peak_tflops)):
+        if value is not None and value <= 0:
+            raise ValueError(f"{option} must be above 0, got {value}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device: there is no GPU for {device} here; use --device cpu")
+    if memory_limit is not None and device == "cpu" and not sys.platform.startswith("linux"):
+        raise ValueError("memory_limit: on a CPU it needs Linux; leave it out")
     setup = Setup(
         d_model=d_model,
         n_layers=n_layers,
@@ -135,7 +142,7 @@ def bench(
     phases: list[Phase] = [*(["training"] if train else []), *(["decoding"] if decode else [])]
     runs = Bench(specs, lengths, phases, setup, repeats, warmup, time_limit)
     folder.mkdir(parents=True, exist_ok=True)
-    peak, source = _peak(setup, peak_tflops, time_limit) if train else (None, "not measured")
+    peak, source = _peak(setup, peak_tflops) if train else (None, "not measured")
 
     def save() -> dict[str, Any]:
         plain = to_plain(runs, command, peak, source)
@@ -161,13 +168,15 @@ def bench(
 
 
 def _show(plain: dict[str, Any], folder: Path, console: Console, terminal: bool) -> None:
-    from seqarch.evaluation.bench_report import describe, tables
+    from seqarch.evaluation.bench_report import describe, reasons, tables
 
     console.print()
     for text in describe(plain):
         console.print(text, highlight=False, markup=False)
     for table in tables(plain, terminal):
         console.print(table)
+    for text in reasons(plain):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     files = [folder / "results.json"]
     if importlib.util.find_spec("matplotlib") is None:
         console.print("No plots: matplotlib is not installed (pip install 'seqarch[eval]')", markup=False)
@@ -178,7 +187,7 @@ def _show(plain: dict[str, Any], folder: Path, console: Console, terminal: bool)
     console.print(", ".join(map(str, files)), highlight=False, markup=False)
 
 
-def _peak(setup: Setup, peak_tflops: float | None, time_limit: float) -> tuple[float | None, str]:
+def _peak(setup: Setup, peak_tflops: float | None) -> tuple[float | None, str]:
     """FLOP/s of the device and where the number comes from."""
     from seqarch.evaluation.bench import measure_peak
     from seqarch.evaluation.bench_report import known_peak
@@ -188,7 +197,7 @@ def _peak(setup: Setup, peak_tflops: float | None, time_limit: float) -> tuple[f
     if setup.device.startswith("cuda"):
         known = known_peak(setup)
         return known, "unknown card: give --peak_tflops" if known is None else "dense, from the vendor's data sheet"
-    measured = measure_peak(setup, time_limit)
+    measured = measure_peak(setup)
     return measured, "could not be measured" if measured is None else "the best matrix product of 2048 in this run"
 
 

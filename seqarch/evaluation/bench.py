@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from seqarch.evaluation.bench_steps import Phase, Setup
-from seqarch.evaluation.bench_worker import Failure, Job, Ready, Sample, Worker
+from seqarch.evaluation.bench_worker import START_LIMIT, Failure, Job, Ready, Sample, Worker
 from seqarch.mixer_spec import MixerSpec
 from seqarch.options import at_least
 
@@ -165,14 +165,14 @@ class Bench:
             entry.tokens_per_s.append(entry.ready.tokens * sample.steps / sample.seconds)
 
 
-def measure_peak(setup: Setup, time_limit: float, start: Callable[[Job], Process] = Worker) -> float | None:
+def measure_peak(setup: Setup, start: Callable[[Job], Process] = Worker) -> float | None:
     """FLOP/s of a matrix product on the device, the best of several; None where it cannot be had."""
     process = start(Job(None, "training", 0, setup, 5))
     try:
-        ready = process.ready(time_limit)
+        ready = process.ready(START_LIMIT)
         if isinstance(ready, Failure) or ready.flops is None:
             return None
-        samples = [process.measure(time_limit) for _ in range(5)]
+        samples = [process.measure(START_LIMIT) for _ in range(5)]
         rates = [ready.flops * s.steps / s.seconds for s in samples if isinstance(s, Sample)]
         return max(rates, default=None)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -39,8 +40,9 @@ def _plot(plain: Mapping[str, Any], phase: str, entries: list[Mapping[str, Any]]
         colour, style = COLOURS[i % len(COLOURS)], STYLES[i // len(COLOURS) % len(STYLES)]
         x, y = [e["length"] for e in done], [e["tokens_per_s"] for e in done]
         ends = [[abs(v - e["spread"][side]) for v, e in zip(y, done, strict=True)] for side in (0, 1)]
-        look = {"color": colour, "ls": style, "marker": _MARKERS[i % len(_MARKERS)], "ms": 5, "lw": 1.6, "capsize": 2}
-        axes.errorbar(x, y, yerr=ends, label=label, elinewidth=1, **look)
+        marker, name = _MARKERS[i % len(_MARKERS)], "\n".join(wrap(label, 34, subsequent_indent="   "))
+        axes.plot(x, y, color=colour, ls=style, marker=marker, ms=5, lw=1.6, label=name)
+        axes.errorbar(x, y, yerr=ends, fmt="none", ecolor=colour, elinewidth=1, capsize=2)
         beyond = [e for e in own if done and e["tokens_per_s"] is None and e["length"] > x[-1]]
         if beyond:
             note = f"{outcome(beyond[0])} at {beyond[0]['length']:,}"
@@ -53,20 +55,23 @@ def _plot(plain: Mapping[str, Any], phase: str, entries: list[Mapping[str, Any]]
     axes.xaxis.set_minor_locator(NullLocator())
     _number_ticks(axes)
     axes.set(xlabel=_X[phase], ylabel="tokens per second")
-    axes.set_title(_TITLES[phase], loc="left", fontsize=11)
+    axes.set_title(_TITLES[phase], loc="left", fontsize=11, pad=20)
     settings, device = plain["settings"], plain["environment"]["device"]
-    size = f"{settings['n_layers']} layers, width {settings['d_model']}, {settings['dtype']}"
-    axes.set_title(f"{device}; {size}", loc="right", fontsize=7.5, color="#444444")
+    layers = f"{settings['n_layers']} layer{'s' if settings['n_layers'] > 1 else ''}"
+    below = f"{device}; {layers} of width {settings['d_model']}, {settings['dtype']}; median and quartiles"
+    axes.text(0, 1.02, below, transform=axes.transAxes, fontsize=8, color="#444444")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8.5)
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8.5, handlelength=3
+    )
     return figure
 
 
 def _number_ticks(axes: Any) -> None:
-    """Plain numbers on the logarithmic y axis, and 1, 2, 5 of each decade where there are few of them."""
+    """Plain numbers on the logarithmic y axis, several in each decade where there are few decades."""
     low, high = axes.get_ylim()
-    few = high / low < 100
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
+    subs = (1, 2, 3, 5, 7) if high / low < 10 else (1, 2, 5) if high / low < 100 else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10 else f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())

@@ -88,7 +88,8 @@ def describe(plain: Mapping[str, Any]) -> list[str]:
     """What was measured on what, in lines above the tables."""
     setup, device = plain["settings"], plain["environment"]["device"]
     threads = "" if setup["device"].startswith("cuda") else f", threads {setup['threads']}"
-    size = f"{setup['n_layers']} layers of width {setup['d_model']} with SwiGLU, vocabulary {setup['vocab_size']:,}"
+    layers = f"{setup['n_layers']} layer{'s' if setup['n_layers'] > 1 else ''}"
+    size = f"{layers} of width {setup['d_model']} with SwiGLU, vocabulary {setup['vocab_size']:,}"
     peak = plain["peak_flops"]
     known = plain["peak_source"] if peak is None else f"{peak / 1e12:.3g} TFLOP/s, {plain['peak_source']}"
     return [
@@ -103,6 +104,12 @@ def tables(plain: Mapping[str, Any], terminal: bool) -> list[Table]:
     phases: tuple[Phase, ...] = ("training", "decoding")
     found = [(phase, [e for e in plain["entries"] if e["phase"] == phase]) for phase in phases]
     return [_table(phase, entries, plain, terminal) for phase, entries in found if entries]
+
+
+def reasons(plain: Mapping[str, Any]) -> list[str]:
+    """Why numbers are missing, a line for each entry whose cell does not say it."""
+    missing = (e for e in plain["entries"] if e["reason"] and e["status"] != "time limit")
+    return [f"{e['mixer']}, {e['phase']} at {e['length']:,}: {e['status']}: {e['reason']}" for e in missing]
 
 
 def line(entry: Mapping[str, Any]) -> str:
@@ -144,10 +151,6 @@ def _table(phase: str, entries: Sequence[Mapping[str, Any]], plain: Mapping[str,
             cells.append(_NONE if e["share_of_peak"] is None else f"{e['share_of_peak']:.1%}")
         last = i + 1 == len(entries) or entries[i + 1]["length"] != e["length"]
         table.add_row(*cells, end_section=last and terminal)
-    reasons = [e for e in entries if e["reason"] and e["status"] != "time limit"]
-    if reasons:
-        shown = (f"{e['mixer']} at {e['length']:,}: {e['status']}: {e['reason']}" for e in reasons)
-        table.caption, table.caption_justify = escape("\n".join(shown)), "left"
     return table
 
 
@@ -166,4 +169,7 @@ def _ratio(entry: Mapping[str, Any]) -> str:
 def _memory(n: int | None) -> str:
     if n is None:
         return _NONE
-    return f"{n / 2**20:,.1f} MiB" if n < 2**30 else f"{n / 2**30:,.2f} GiB"
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}" if n < 1000 * size else f"{n / size:,.0f} {unit}"
+    return f"{n / 2**10:.3g} KiB"

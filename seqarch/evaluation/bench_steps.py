@@ -38,7 +38,7 @@ class Setup:
         tokens: Tokens of a training step, as many sequences as fit in, at least one.
         decode_batch: Sequences that decode together.
         decode_tokens: Tokens that each of them decodes in one repetition.
-        device: A torch device.
+        device: cpu, cuda or cuda:N.
         dtype: Of parameters (but those marked to stay float32), activations and states.
         threads: Of torch on a CPU.
         memory_limit: Bytes for one measurement beyond what an idle process takes; None for no limit.
@@ -63,6 +63,7 @@ class Setup:
         at_least(1, d_model=self.d_model, n_layers=self.n_layers, vocab_size=self.vocab_size, tokens=self.tokens)
         at_least(1, decode_batch=self.decode_batch, decode_tokens=self.decode_tokens, threads=self.threads)
         one_of(list(DTYPES), dtype=self.dtype)
+        one_of(("cpu", "cuda"), device=self.device.split(":")[0])
 
 
 class Work(ABC):
@@ -133,7 +134,9 @@ class Decoding(Work):
         self.steps = setup.decode_tokens
         self.parameters, self.backend = _describe(self.model, setup)
         self.prompt = _random_ids(self.batch, length, setup)
-        self.state: list[State] | None = self.model.init_state(self.batch, length + room)
+        self.state: list[State] | None = self.model.init_state(
+            self.batch, length + room, device=setup.device, dtype=DTYPES[setup.dtype]
+        )
         self.state_bytes = sum(t.numel() * t.element_size() for layer in self.state for t in layer.values())
         with torch.inference_mode():
             for chunk in self.prompt.split(PREFILL, dim=1):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +20,9 @@ import torch
 
 from seqarch.evaluation.bench_steps import Decoding, Phase, Product, Setup, Training, Work, timed
 from seqarch.mixer_spec import MixerSpec
-from seqarch.training.callbacks.throughput import peak_memory
+
+START_LIMIT = 600.0
+"""Seconds for what is not the mixer's own: a process, its libraries, a first touch of the device."""
 
 _SMALL = 64  # tokens of the pass that loads libraries and starts threads
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
@@ -91,16 +94,20 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])  # a new worker is a fork of a process that has imported torch
+        # A new worker is a fork of a process that has imported torch, and what a model on the meta device asks for.
+        context.set_forkserver_preload([__name__, "torch._dynamo"])
         self._connection, other = context.Pipe()
         self._process = context.Process(target=serve, args=(other, job), daemon=True)
         self._process.start()
         other.close()
 
     def ready(self, time_limit: float) -> Ready | Failure:
-        """Wait until the model is built and, for decoding, its state is filled."""
+        """Wait until the model is built and, for decoding, its state is filled; the start of the process is extra."""
+        started = self._answer(START_LIMIT)
+        if isinstance(started, Failure):
+            return started
         answer = self._answer(time_limit)
-        assert not isinstance(answer, Sample)
+        assert isinstance(answer, (Ready, Failure))
         return answer
 
     def measure(self, time_limit: float) -> Sample | Failure:
@@ -110,7 +117,7 @@ class Worker:
         except OSError:
             return self._died()
         answer = self._answer(time_limit)
-        assert not isinstance(answer, Ready)
+        assert isinstance(answer, (Sample, Failure))
         return answer
 
     def stop(self) -> None:
@@ -119,7 +126,7 @@ class Worker:
         self._process.join()
         self._connection.close()
 
-    def _answer(self, time_limit: float) -> Ready | Sample | Failure:
+    def _answer(self, time_limit: float) -> Ready | Sample | Failure | None:
         if not self._connection.poll(time_limit):
             return Failure("time limit", f"> {time_limit:g} s")
         try:
@@ -131,7 +138,7 @@ class Worker:
         self._process.join()
         code = self._process.exitcode or 0
         if code == -signal.SIGKILL:
-            return Failure("out of memory", "killed by the system")
+            return Failure("out of memory", "killed (SIGKILL), as the system does with a process that takes too much")
         how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
         return Failure("error", f"the process died: {how}")
 
@@ -143,6 +150,7 @@ def serve(connection: Connection, job: Job) -> None:
         torch.set_num_threads(job.setup.threads)
         device = torch.device(job.setup.device)
         memory = _memory_meter(job, device)
+        connection.send(None)  # the clock of the time limit starts here
         work = job.work()
         wait = _nothing if device.type == "cpu" else lambda: torch.cuda.synchronize(device)
         connection.send(Ready(work.batch, work.tokens, work.flops, work.parameters, work.backend, work.state_bytes))
@@ -187,11 +195,14 @@ def _memory_meter(job: Job, device: torch.device) -> Callable[[], int]:
     # Libraries and threads are not the measurement's.
     small = replace(job.setup, tokens=_SMALL, vocab_size=_SMALL, n_layers=1, decode_batch=1, compile=False)
     timed(replace(job, length=min(job.length, _SMALL), setup=small, repetitions=1).work())
+    if not sys.platform.startswith("linux"):
+        start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start  # bytes on macOS
     before = _status("VmRSS")
     if limit is not None:
         allowed = _status("VmData") + limit  # private memory that can be written, which is what the limit bounds
         resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
-    return lambda: peak_memory(device) - before
+    return lambda: _status("VmHWM") - before
 
 
 def _status(field: str) -> int:
