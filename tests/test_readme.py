@@ -27,7 +27,7 @@ SMALL = {
     "data.max_val_tokens": 200,
     "trainer.accelerator": "cpu",
 }
-EVALUATION = ("eval", "needle", "position")
+EVALUATION = ("eval", "needle", "position", "probe")
 
 
 def commands():
@@ -101,7 +101,11 @@ def test_commands(tmp_path, monkeypatch, corpus_path, capsys):
         elif given[0] == "eval":
             given[given.index("--tasks") + 1 :] = ["local_choice", "--include_path", str(tmp_path / "tasks")]
         elif given[0] in EVALUATION:
-            given += ["--samples", "1"] if given[0] == "needle" else ["--documents", "2"]
+            given += {
+                "needle": ["--samples", "1"],
+                "position": ["--documents", "2"],
+                "probe": ["--length", "32", "--sequences", "2"],
+            }[given[0]]
         elif given[0] == "generate":
             given += ["--max_new_tokens", "5", "--device", "cpu"]
         elif "--vocab_size" in given:

@@ -65,15 +65,11 @@ def probe(
         out: The JSON file for the results, with a PNG beside it; by default results/probe-stepN.json in the run folder
             for a single checkpoint, and none otherwise.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("the package matplotlib is not installed: pip install 'seqarch[eval]'")
     from rich.console import Console
 
     from seqarch.data.progress import progress_bar
     from seqarch.evaluation import probe_inputs as inputs
-    from seqarch.evaluation.context_plots import keep
     from seqarch.evaluation.probe import average, measure, steps
-    from seqarch.evaluation.probe_plots import plot_probe
     from seqarch.evaluation.probe_table import EXPLANATION, probe_table
     from seqarch.evaluation.trained import load_trained
     from seqarch.options import at_least
@@ -81,9 +77,13 @@ def probe(
     at_least(16, length=length)
     at_least(2, sequences=sequences)
     at_least(1, directions=directions, d_model=d_model, batch_size=batch_size)
+    resolved = [_resolve(target, d_model) for target in targets]
     file = None if out is None else Path(out)
+    single = len(resolved) == 1 and isinstance(resolved[0], Path)
+    if (file is not None or single) and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("the package matplotlib is not installed: pip install 'seqarch[eval]'")
     measured: list[dict[str, Any]] = []
-    for target in [_resolve(target, d_model) for target in targets]:
+    for target in resolved:
         layers: list[Layer]
         if isinstance(target, Path):
             trained = load_trained(target, tokenizer, "cpu")
@@ -91,7 +91,7 @@ def probe(
                 tokens = inputs.random_tokens(trained, sequences, length, seed)
             else:
                 tokens = inputs.text_tokens(trained, trained.corpus(data), sequences, length, domains)
-            if len(targets) == 1:
+            if single:
                 file = trained.results_file("probe", out)
             label = f"{trained.results.parent.name}, step {trained.step}"
             entry = {
@@ -115,6 +115,9 @@ def probe(
     console.print(probe_table(measured))
     console.print(EXPLANATION, style="dim", highlight=False, markup=False)
     if file is not None:
+        from seqarch.evaluation.context_plots import keep
+        from seqarch.evaluation.probe_plots import plot_probe
+
         sizes = {"length": length, "sequences": sequences, "directions": directions, "seed": seed}
         keep({**sizes, "mixers": measured}, file, plot_probe)
 
