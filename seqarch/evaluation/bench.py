@@ -21,8 +21,7 @@ class Entry:
         mixer: As the user wrote it.
         phase: Training or decoding.
         length: Tokens of a sequence; for decoding, those in the state before the first repetition.
-        status: ``ok``, ``out of memory``, ``time limit``, ``error``, ``skipped``, or ``running`` where the run ended
-            first.
+        status: ``ok``, ``out of memory``, ``time limit``, ``error``, ``skipped``, or ``unfinished``.
         reason: Why there are no (or no more) numbers.
         ready: What the worker says about its model.
         tokens_per_s: One value a repetition. The repetitions of all mixers of a length and phase took turns, so equal
@@ -33,7 +32,7 @@ class Entry:
     mixer: str
     phase: Phase
     length: int
-    status: str = "running"
+    status: str = "unfinished"
     reason: str = ""
     ready: Ready | None = None
     tokens_per_s: list[float] = field(default_factory=list)

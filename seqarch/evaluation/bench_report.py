@@ -142,9 +142,10 @@ def _table(phase: str, entries: Sequence[Mapping[str, Any]], plain: Mapping[str,
     if training:
         table.add_column("of peak FLOP/s", justify="right", no_wrap=True)
     for i, e in enumerate(entries):
-        partial = f" (of {len(e['samples'])})" if e["status"] == "running" and e["samples"] else ""
+        partial = e["status"] == "unfinished" and e["samples"]
+        rounds = f" ({len(e['samples'])} of {plain['settings']['repeats']})" if partial else ""
         batch = _NONE if e["batch"] is None else str(e["batch"])
-        cells = [f"{e['length']:,}", escape(e["mixer"]), batch, outcome(e) + partial, _spread(e), _ratio(e)]
+        cells = [f"{e['length']:,}", escape(e["mixer"]), batch, outcome(e) + rounds, _spread(e), _ratio(e)]
         cells += [] if training else [_memory(e["state_bytes"])]
         cells.append(_memory(e["peak_memory"]))
         if training:

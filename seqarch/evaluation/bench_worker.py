@@ -24,6 +24,7 @@ from seqarch.mixer_spec import MixerSpec
 START_LIMIT = 600.0
 """Seconds for what is not the mixer's own: a process, its libraries, a first touch of the device."""
 
+_GRACE = 2.0  # seconds to clear up in
 _SMALL = 64  # tokens of the pass that loads libraries and starts threads
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
 
@@ -122,12 +123,14 @@ class Worker:
 
     def stop(self) -> None:
         """End the process, whatever it is doing."""
+        self._connection.close()
+        self._process.join(_GRACE)
         self._process.kill()
         self._process.join()
-        self._connection.close()
 
     def _answer(self, time_limit: float) -> Ready | Sample | Failure | None:
         if not self._connection.poll(time_limit):
+            self._process.kill()
             return Failure("time limit", f"> {time_limit:g} s")
         try:
             return self._connection.recv()

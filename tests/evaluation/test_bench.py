@@ -151,10 +151,13 @@ def test_an_interrupted_run_keeps_its_samples_and_ends_its_workers(tmp_path):
     assert not machine.running
     assert done == [("A", 10, "ok"), ("B", 10, "ok")]
     plain = to_plain(bench, ["seqarch", "bench"], 1e7, "given")
-    assert [(e["status"], e["samples"]) for e in plain["entries"][2:]] == [("running", [100, 100]), ("running", [50])]
+    assert [(e["status"], e["samples"]) for e in plain["entries"][2:]] == [
+        ("unfinished", [100, 100]),
+        ("unfinished", [50]),
+    ]
     write_json(plain, tmp_path / "results.json")
     assert json.loads((tmp_path / "results.json").read_text()) == plain
-    assert "100 (of 2)" in shown(plain)
+    assert "100 (2 of 3)" in shown(plain)
 
 
 def shown(plain):
