@@ -20,6 +20,7 @@ COMMANDS = {
     "probe": ("seqarch.commands.probe:run", "the paper's three principles, measured: seqarch probe MIXER|RUN…"),
     "mixers": ("seqarch.commands.mixers:run", "list the token mixers that are installed, and their backends"),
     "doctor": ("seqarch.commands.doctor:run", "check every backend of every mixer on this machine's device"),
+    "bench": ("seqarch.commands.bench:run", "speed and memory against length: seqarch bench Attention Mamba2"),
     "sweep": ("seqarch.commands.sweep:run", "many runs from one file: architectures × seeds × settings"),
     "compare": ("seqarch.commands.compare:run", "which architecture loses base capabilities: seqarch compare RUN…"),
     "data": ("seqarch.commands.data:run", "prepare token shards, train a tokenizer, inspect a corpus"),

@@ -47,6 +47,7 @@ def test_the_readme_shows_each_command():
         "data",
         "sweep",
         "compare",
+        "bench",
         *EVALUATION,
     }
     assert all(words[0] == "seqarch" for words in commands())
@@ -106,6 +107,8 @@ def test_commands(tmp_path, monkeypatch, corpus_path, capsys):
                 "position": ["--documents", "2"],
                 "probe": ["--length", "32", "--sequences", "2"],
             }[given[0]]
+        elif given[0] == "bench":
+            given += ["--d_model", "32", "--n_layers", "1", "--tokens", "1024", "--repeats", "1", "--device", "cpu"]
         elif given[0] == "generate":
             given += ["--max_new_tokens", "5", "--device", "cpu"]
         elif "--vocab_size" in given:
