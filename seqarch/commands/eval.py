@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from seqarch.commands.usage import Parser
+from seqarch.options import at_least
 
 
 def run(name: str, arguments: list[str]) -> None:
@@ -62,6 +63,8 @@ def evaluate(
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("the package lm-eval is not installed: pip install 'seqarch[eval]'")
+    at_least(1, **({} if limit is None else {"limit": limit}))
+    at_least(0, **({} if num_fewshot is None else {"num_fewshot": num_fewshot}))
     from seqarch.evaluation.lm_eval_model import SeqarchLM
     from seqarch.evaluation.tasks import (
         TaskUnavailableError,

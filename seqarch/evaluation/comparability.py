@@ -110,4 +110,6 @@ def common_unit(runs: Sequence[Run]) -> tuple[str, str]:
         return "token", ""
     if any(not d.bytes.sum() for run in runs for d in run.documents):
         raise ValueError("the runs have different tokenizers, and there are test domains without text: no unit fits")
+    if without := [str(run.path) for run in runs if not run.tokenizer]:
+        return "byte", f"{', '.join(without)}: without a tokenizer.json; so losses are in bits per byte"
     return "byte", "the runs have different tokenizers: losses are in bits per byte"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,26 +74,34 @@ def read_results(run: Path) -> tuple[list[Result], list[str]]:
     for file in sorted((run / RESULTS).glob("*.json")):
         if _TASKS.fullmatch(file.name):
             try:
-                found += _results(run, file)
+                results, strange = _results(run, file)
+                found += results
+                damaged += strange
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 damaged.append(f"{file} is damaged ({type(error).__name__}: {error}): run `seqarch eval` again")
     return found, damaged
 
 
-def _results(run: Path, file: Path) -> list[Result]:
+def _results(run: Path, file: Path) -> tuple[list[Result], list[str]]:
     content = json.loads(file.read_text(encoding="utf-8"))
     model = content["model"]
-    results = []
+    results, strange = [], []
     for task, entry in content["tasks"].items():
-        settings = {name: entry.get(name) for name in _SETTINGS} | {"tokens": int(model["tokens"])}
-        scores = {
-            metric: (float(s["value"]), None if s["stderr"] is None else float(s["stderr"]))
-            for metric, s in entry["scores"].items()
+        settings = {name: entry.get(name) for name in _SETTINGS} | {
+            "tokens": int(model["tokens"]),
+            "documents": int(entry["documents"]),
         }
+        scores = {metric: (float(s["value"]), _finite(s["stderr"])) for metric, s in entry["scores"].items()}
+        for metric in [m for m, (value, _) in scores.items() if not math.isfinite(value)]:
+            strange.append(f"{file}: {task} {metric} left out: {scores.pop(metric)[0]} is no score")
         samples = file.with_name(f"{file.stem}-samples.json")
         better = entry.get("higher_is_better", {})
         results.append(Result(run, task, int(model["step"]), settings, scores, better, samples))
-    return results
+    return results, strange
+
+
+def _finite(value: Any) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def other_results(run: Path) -> list[Path]:

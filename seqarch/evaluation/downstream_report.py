@@ -132,8 +132,9 @@ def explain_scores(report: Mapping[str, Any]) -> list[str]:
     differences = [s["difference"] for e in entries for s in e["architectures"].values() if s["difference"]]
     percent = f"{100 * report['level']:g}%"
     line = (
-        f"Downstream: mean over seeds ± its standard error; difference to {report['reference']} with "
-        f"its {percent} interval; bold: differs from 0, allowing for the number of scores (Holm)."
+        "Downstream: mean over seeds ± its standard error, at these checkpoints and not at equal loss; difference to "
+        f"{report['reference']} with its {percent} interval; bold: differs from 0, allowing for the number of scores "
+        "(Holm)."
     )
     if any(d["low"] is not None and not d["paired"] for d in differences):
         line += " ~ From standard errors, the documents' own scores not being kept or no mean: wider than need be."

@@ -142,24 +142,26 @@ def _by_domain(report: Mapping[str, Any], setting: Mapping[str, Any]) -> list[st
 
 
 def _downstream(report: Mapping[str, Any], setting: Mapping[str, Any]) -> list[str]:
-    names = [a["name"] for a in setting["architectures"]]
+    seeds = {a["name"]: len(a["runs"]) for a in setting["architectures"]}
     rows = []
     for entry in setting["downstream"]:
-        s = entry["settings"]
+        s, scores = entry["settings"], entry["architectures"]
+        step = ", ".join(dict.fromkeys(steps(entry, name) for name in scores))
         limit = "" if s["limit"] is None else f", limit {s['limit']}"
-        what = f"{s['num_fewshot']} shots, {s['documents']:,} documents{limit}"
+        what = f"{s['num_fewshot']} shots, {s['documents']:,} documents{limit}, step {step}"
         row = [f"{escape(metric_name(entry))}<br><small>{escape(what)}</small>"]
-        for name in names:
-            if (score := entry["architectures"].get(name)) is None:
+        for name, all_seeds in seeds.items():
+            if (score := scores.get(name)) is None:
                 row.append("–")
                 continue
-            text = escape(difference_text(score["difference"]))
-            seeds = f"step {steps(entry, name)}, {len(score['runs'])} seed{'s' if len(score['runs']) > 1 else ''}"
-            difference = f"<b>{text}</b>" if is_sure(score["difference"], 1 - report["level"]) else text
-            row.append("<br>".join(filter(None, [score_text(score), difference, f"<small>{seeds}</small>"])))
+            text = _small(difference_text(score["difference"]))
+            lines = [score_text(score), f"<b>{text}</b>" if is_sure(score["difference"], 1 - report["level"]) else text]
+            if (n := len(score["runs"])) < all_seeds:
+                lines.append(f"<small>{n} of {all_seeds} seeds</small>")
+            row.append("<br>".join(filter(None, lines)))
         rows.append(row)
     caption = f"Score ± standard error; below it the difference to {report['reference']} with its interval"
-    table = _table(caption, ["task", *map(escape, names)], rows)
+    table = _table(caption, ["task", *map(escape, seeds)], rows)
     return [f"<h2>Downstream tasks: {escape(setting['title'])}</h2>", *table] if table else []
 
 

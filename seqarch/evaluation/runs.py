@@ -20,6 +20,7 @@ from seqarch.training.runs import TOKENIZER
 _MODEL_ASIDE = ("compile", "activation_checkpointing", "val_every_n_steps", "max_tokens", "max_skipped_steps")
 _MIXER_ASIDE = ("layer_idx", "n_layers", "backend", "max_len")
 _DATA = ("seq_len", "batch_size", "document_mask")
+_COLUMNS = "step,tokens,name,value"
 _CONFIG = re.compile(r"config(?:-(\d+))?\.yaml")
 
 
@@ -136,9 +137,16 @@ def _config(path: Path) -> dict[str, Any]:
     found = {int(m[1] or 1): p for p in path.glob("config*.yaml") if (m := _CONFIG.fullmatch(p.name))}
     if not found:
         raise RunError("it has no config.yaml: it is not the folder of a run")
-    config = yaml.safe_load(found[max(found)].read_text())
-    if not isinstance(config, dict) or not {"model", "data", "trainer"} <= config.keys():
-        raise RunError(f"{found[max(found)].name} is not the configuration of a run")
+    file = found[max(found)]
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RunError(f"{file.name} cannot be read ({' '.join(str(error).split())})") from error
+    whole = isinstance(config, dict) and all(
+        isinstance(config.get(part), dict) for part in ("model", "data", "trainer")
+    )
+    if not whole or not all(isinstance(m, dict) and "class_path" in m for m in _mixers(config["model"].get("mixer"))):
+        raise RunError(f"{file.name} is not the configuration of a run")
     return config
 
 
@@ -146,12 +154,16 @@ def _metrics(path: Path) -> dict[str, dict[int, tuple[float, int]]]:
     """By name and step: the value and the tokens."""
     metrics: dict[str, dict[int, tuple[float, int]]] = defaultdict(dict)
     try:
-        with (path / "metrics.csv").open(newline="") as file:
-            for row in csv.DictReader(file):
-                metrics[row["name"]][int(row["step"])] = (float(row["value"]), int(row["tokens"] or 0))
+        lines = (path / "metrics.csv").read_text(encoding="utf-8").splitlines(keepends=True)
+        if lines and not lines[-1].endswith("\n"):
+            lines.pop()  # just being written
+        if lines and lines[0].strip() != _COLUMNS:
+            raise ValueError(f"it begins with {lines[0][:40].strip()!r} instead of {_COLUMNS!r}")
+        for row in csv.DictReader(lines):
+            metrics[row["name"]][int(row["step"])] = (float(row["value"]), int(row["tokens"] or 0))
     except FileNotFoundError:
         raise RunError("it has no metrics.csv: it has not begun to train") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, csv.Error) as error:
         raise RunError(f"metrics.csv is damaged ({error})") from error
     return metrics
 
@@ -167,8 +179,11 @@ def _planned_tokens(config: dict[str, Any], per_step: int) -> int:
 
 
 def _mixer_name(mixer: Any) -> str:
-    parts = mixer if isinstance(mixer, list) else [mixer]
-    return "+".join(dict.fromkeys(str(p["class_path"]).rsplit(".", 1)[-1] for p in parts))
+    return "+".join(dict.fromkeys(str(p["class_path"]).rsplit(".", 1)[-1] for p in _mixers(mixer)))
+
+
+def _mixers(mixer: Any) -> list[Any]:
+    return mixer if isinstance(mixer, list) else [mixer]
 
 
 def _options(config: dict[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Tasks(TaskManager):
 
 
 class TaskUnavailableError(Exception):
-    """A task cannot be loaded. The message is the reason, on one line."""
+    """A task cannot be loaded or evaluated. The message is the reason, on one line."""
 
     def __init__(self, error: Exception) -> None:
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -139,7 +139,7 @@ def evaluate(
 
     Yields:
         The name of a task, and its results as they come (nothing on other processes than the first), with the scores
-        of each document under ``samples``; or why it could not be loaded.
+        of each document under ``samples``; or why it could not be loaded or evaluated.
     """
     for name, n in shots.items():
         try:
@@ -148,6 +148,11 @@ def evaluate(
             )
         except TaskUnavailableError as error:
             yield name, error
+            continue
+        except (ValueError, LookupError, TypeError) as error:  # no documents, too few examples, a wrong template
+            if lm.world_size > 1:
+                raise  # others may have come further
+            yield name, TaskUnavailableError(error)
             continue
         if found is not None:
             settings = {"limit": limit, **lm.settings}

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -101,7 +102,7 @@ def read_documents(run_dir: Path, step: int) -> list[DomainDocuments]:
     try:
         index = _load(folder / "index.npz")
         nats = np.load(folder / f"step-{step:08d}.npy")
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise ValueError(f"{folder}: the losses by document after step {step} cannot be read ({error})") from error
     if len(nats) != len(index["ids"]):
         raise ValueError(f"{folder}: index.npz lists {len(index['ids'])} documents, step {step} has {len(nats)}")

@@ -241,6 +241,44 @@ def test_folders_that_are_no_runs(study, tmp_path):
     assert found[old].startswith("it holds no losses by document for its last validation")
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("metrics.csv", b"1,2,loss,3\n", "metrics.csv is damaged (it begins with '1,2,loss,3' instead of 'step,tokens"),
+        ("metrics.csv", b'step,tokens,name,value\n1,1,"val/loss/id,3\n', "metrics.csv is damaged (float()"),
+        ("metrics.csv", b"\xff\xfe", "metrics.csv is damaged ('utf-8'"),
+        ("metrics.csv", b"step,tokens,name,value\n", "it has not been validated yet"),
+        ("config.yaml", b"model: [", "config.yaml cannot be read (while parsing a flow node"),
+        ("config.yaml", b"\xff\xfe", "config.yaml cannot be read ("),
+        ("config.yaml", b"model:\ndata:\ntrainer:\n", "config.yaml is not the configuration of a run"),
+        ("config.yaml", b"model: {mixer: x}\ndata: {}\ntrainer: {}\n", "config.yaml is not the configuration of a run"),
+        ("documents/index.npz", b"PK", "the losses by document after step 10 cannot be read"),
+        ("documents/step-00000080.npy", b"", "the losses by document after step 80 cannot be read"),
+    ],
+)
+def test_damaged_runs_are_left_out(study, tmp_path, file, content, reason):
+    path = variant(study, tmp_path)
+    (path / file).write_bytes(content)
+    assert reason in refused([*folders(study, "attention-0", "mamba2-0"), path])
+
+
+def test_a_line_that_is_just_being_written_is_not_read(study, tmp_path):
+    path = variant(study, tmp_path, max_steps=200)
+    whole = read_run(path)
+    with (path / "metrics.csv").open("a") as file:
+        file.write("80,8")
+    again = read_run(path)
+    assert again.tokens.tolist() == whole.tokens.tolist() == [10_000 * k for k in range(1, 9)]
+    assert not again.finished
+
+
+def test_a_missing_tokenizer_is_named(study, tmp_path):
+    path = variant(study, tmp_path)
+    (path / "tokenizer.json").unlink()
+    found = compare_runs([study / "attention-0", path], replicates=200)
+    assert found.notes == [f"{path}: without a tokenizer.json; so losses are in bits per byte"]
+
+
 def test_a_domain_with_few_documents_is_left_out(study, tmp_path):
     paths = []
     for folder in ("attention-0", "mamba2-0"):

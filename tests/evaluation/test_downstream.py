@@ -210,6 +210,15 @@ def test_damaged_results_are_named(tmp_path, text):
         assert damaged[0].startswith(f"{file} is damaged (")
 
 
+def test_what_is_no_number_is_left_out(tmp_path):
+    (run,) = runs(tmp_path, "a")
+    write_scores(run, "quiz", np.array([1.0, np.nan]))
+    write_scores(run, "test", np.array([1.0, 0.0]))
+    results, damaged = read_results(run)
+    assert [(r.task, list(r.scores)) for r in results] == [("quiz", []), ("test", ["acc"])]
+    assert damaged == [f"{run}/results/tasks-step80.json: quiz acc left out: nan is no score"]
+
+
 def test_in_the_report(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

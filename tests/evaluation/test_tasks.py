@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from seqarch.cli import main
+from seqarch.evaluation.downstream import read_results
 from seqarch.evaluation.lm_eval_model import SeqarchLM
 from seqarch.evaluation.tasks import GROUPS, evaluate, shots_of, tasks_for, write_results
 from tests.evaluation.local_tasks import write_tasks
@@ -66,6 +67,93 @@ def test_local_tasks_go_on_beside_one_that_cannot_be_had(run_dir, tmp_path, caps
     again = json.loads(file.read_text())["tasks"]
     assert list(again) == list(found)
     assert (found["local_choice"]["max_length"], again["local_choice"]["max_length"]) == (2048, 64)
+
+
+@pytest.mark.usefixtures("offline")
+def test_the_scores_of_documents_are_kept(run_dir, tmp_path):
+    """In the documents' order, whatever the batches; their mean is the score."""
+    tasks = write_tasks(tmp_path)
+    file = tmp_path / "out.json"
+    main(
+        [
+            *("eval", str(run_dir), "--include_path", str(tasks), "--device", "cpu", "--out", str(file)),
+            *("--tasks", "local_choice", "local_rolling"),
+        ]
+    )
+    found = json.loads(file.read_text())["tasks"]
+    kept = json.loads((tmp_path / "out-samples.json").read_text())["tasks"]
+    assert kept["local_rolling"] == {"scores": {}}  # a quotient of sums, no mean
+    acc = kept["local_choice"]["scores"]["acc"]
+    assert len(acc) == 7
+    assert set(acc) <= {0.0, 1.0}
+    assert sum(acc) / 7 == pytest.approx(found["local_choice"]["scores"]["acc"]["value"])
+    assert found["local_choice"]["higher_is_better"] == {"acc": True}
+    assert found["local_rolling"]["higher_is_better"] == {"bits_per_byte": False}
+    hashes = {found[task]["documents_sha256"] for task in found}
+    assert {len(h) for h in hashes} == {64}
+    assert "samples" not in found["local_choice"]
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_group_keeps_the_documents_of_its_tasks(run_dir, tmp_path):
+    """As mmlu: what it scores is the mean over all of them, though one task has fewer."""
+    tasks = write_tasks(tmp_path)
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join((tmp_path / "documents.jsonl").read_text().splitlines(keepends=True)[:3]))
+    choice = (tasks / "choice.yaml").read_text()
+    (tasks / "few.yaml").write_text(choice.replace("local_choice", "a_few").replace("documents.jsonl", "few.jsonl"))
+    (tasks / "group.yaml").write_text(
+        "{group: local_group, task: [local_choice, a_few], "
+        "aggregate_metric_list: [{metric: acc, weight_by_size: true}]}"
+    )
+    out = tmp_path / "results" / "tasks-step1.json"
+    main(
+        [
+            *("eval", str(run_dir), "--include_path", str(tasks), "--device", "cpu", "--out", str(out)),
+            *("--tasks", "local_group", "local_choice", "a_few"),
+        ]
+    )
+    by_task = {result.task: result for result in read_results(tmp_path)[0]}
+    group = by_task["local_group"]
+    assert (len(group.samples["acc"]), group.settings["documents"], group.higher_is_better["acc"]) == (10, 10, True)
+    apart = [by_task[task].samples["acc"].tolist() for task in ("a_few", "local_choice")]
+    assert group.samples["acc"].tolist() == apart[0] + apart[1]
+    assert group.scores["acc"][0] == pytest.approx(sum(apart[0] + apart[1]) / 10)
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_task_that_fails_on_the_way_does_not_stop_the_rest(run_dir, tmp_path, capsys):
+    """More examples than there are documents to take them from."""
+    tasks = write_tasks(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        main(
+            [
+                *("eval", str(run_dir), "--include_path", str(tasks), "--device", "cpu", "--num_fewshot", "50"),
+                *("--out", str(tmp_path / "out.json"), "--tasks", "local_choice", "local_generate"),
+            ]
+        )
+    assert exit_.value.code == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("seqarch:")]
+    assert [line.split(" cannot")[0] for line in lines] == ["seqarch: local_choice", "seqarch: local_generate"]
+    assert all(line.endswith("Sample larger than population or is negative") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--limit", "0"], "limit must be at least 1, got 0"),
+        (["--num_fewshot", "-1"], "num_fewshot must be at least 0, got -1"),
+        (["--out", "{other}"], "other.json is there, but holds no results of tasks"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_evaluated(run_dir, tmp_path, capsys, options, message):
+    (tmp_path / "other.json").write_text("[]")
+    options = [option.format(other=tmp_path / "other.json") for option in options]
+    tasks = ["--tasks", "local_choice"]
+    with pytest.raises(SystemExit) as exit_:
+        main(["eval", str(run_dir), "--include_path", str(write_tasks(tmp_path)), "--device", "cpu", *tasks, *options])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_tasks_of_another_checkpoint_are_dropped(tmp_path):
