@@ -15,7 +15,7 @@ from seqarch.data.tokenizer import find_eos, load_tokenizer
 from seqarch.discovery import plugins
 from seqarch.model import SequenceModel
 from seqarch.training.checkpoint import load_module, read_checkpoint
-from seqarch.training.runs import checkpoint_of, tokenizer_of
+from seqarch.training.runs import RESULTS, checkpoint_of, tokenizer_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -49,7 +49,7 @@ class Trained:
     @property
     def results(self) -> Path:
         """The folder for results, inside the run's folder."""
-        return tokenizer_of(self.checkpoint).parent / "results"
+        return tokenizer_of(self.checkpoint).parent / RESULTS
 
     def results_file(self, kind: str, out: str | None) -> Path:
         """Where results of a kind go: the file ``out``, by default one in the run's folder, named after the step."""
