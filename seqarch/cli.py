@@ -20,6 +20,7 @@ COMMANDS = {
     "probe": ("seqarch.commands.probe:run", "the paper's three principles, measured: seqarch probe MIXER|RUN…"),
     "mixers": ("seqarch.commands.mixers:run", "list the token mixers that are installed, and their backends"),
     "doctor": ("seqarch.commands.doctor:run", "check every backend of every mixer on this machine's device"),
+    "check": ("seqarch.commands.check:run", "does a mixer keep its contract: seqarch check NAME"),
     "bench": ("seqarch.commands.bench:run", "speed and memory against length: seqarch bench Attention Mamba2"),
     "sweep": ("seqarch.commands.sweep:run", "many runs from one file: architectures × seeds × settings"),
     "compare": ("seqarch.commands.compare:run", "which architecture loses base capabilities: seqarch compare RUN…"),
@@ -57,8 +58,12 @@ def main(argv: list[str] | None = None) -> None:
 
     try:
         getattr(import_module(module), function)(name, rest)
+        sys.stdout.flush()
     except UsageError as error:
         _fail(str(error))
+    except BrokenPipeError:  # whoever read our output has seen enough; nothing more can be printed, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except (ValueError, OSError) as error:  # what users can mend; SEQARCH_TRACEBACK=1 shows where it arose
         if os.environ.get("SEQARCH_TRACEBACK"):
             raise

@@ -1,29 +1,11 @@
 """Plugins that are whole, broken, or at odds with each other."""
 
-import importlib.metadata
 import sys
 import types
 
 import pytest
 
 from seqarch import discovery
-
-
-@pytest.fixture
-def installed(monkeypatch):
-    """Pretend that exactly these (distribution, entry point, value) are installed."""
-
-    def install(*entries):
-        points = []
-        for distribution, name, value in entries:
-            point = importlib.metadata.EntryPoint(name, value, discovery.GROUP)
-            dist = types.SimpleNamespace(name=distribution, version="1.0")
-            points.append(point._for(dist))
-        monkeypatch.setattr(discovery, "entry_points", lambda group: points)
-        discovery.plugins.cache_clear()
-
-    yield install
-    discovery.plugins.cache_clear()
 
 
 @pytest.fixture
