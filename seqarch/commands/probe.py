@@ -113,7 +113,7 @@ def probe(
         measured.append(entry | {"mean": average(found)})
     console = Console(width=max(112, get_terminal_size().columns))  # a narrower table would lose the names
     console.print(probe_table(measured))
-    console.print(EXPLANATION, style="dim", highlight=False, markup=False)
+    console.print(EXPLANATION, style="dim", highlight=False, markup=False, soft_wrap=True)
     if file is not None:
         from seqarch.evaluation.context_plots import keep
         from seqarch.evaluation.probe_plots import plot_probe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -44,7 +45,7 @@ def plot_probe(found: dict[str, Any], path: Path) -> None:
 
 
 def _rows(axes: Axes, mixers: list[dict[str, Any]]) -> None:
-    axes.set_yticks(range(len(mixers)), [m["label"] for m in mixers])
+    axes.set_yticks(range(len(mixers)), [fill(m["label"], 24) for m in mixers])
     axes.set_ylim(len(mixers) - 0.4, -0.6)
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
@@ -62,7 +63,15 @@ def _bars(axes: Axes, mixers: list[dict[str, Any]]) -> None:
     _rows(axes, mixers)
     axes.axvline(SPAN_MASS, color=_PROPERTIES["visibility: span"], lw=0.8, ls=":")
     axes.set_title("The three properties (dotted: span of an even weight)", fontsize=10, pad=22)
-    axes.legend(frameon=False, ncols=3, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), borderaxespad=0.2)
+    axes.legend(
+        frameon=False,
+        ncols=3,
+        fontsize=8,
+        columnspacing=1.0,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        borderaxespad=0.2,
+    )
 
 
 def _shares(axes: Axes, mixers: list[dict[str, Any]]) -> None:
@@ -74,7 +83,15 @@ def _shares(axes: Axes, mixers: list[dict[str, Any]]) -> None:
     _rows(axes, mixers)
     axes.tick_params(labelleft=False)
     axes.set_title("What log-weights depend on (shares of their variance)", fontsize=10, pad=22)
-    axes.legend(frameon=False, ncols=5, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), borderaxespad=0.2)
+    axes.legend(
+        frameon=False,
+        ncols=5,
+        fontsize=8,
+        columnspacing=1.0,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        borderaxespad=0.2,
+    )
 
 
 def _curves(axes: Axes, mixers: list[dict[str, Any]]) -> None:
@@ -82,17 +99,19 @@ def _curves(axes: Axes, mixers: list[dict[str, Any]]) -> None:
     edges = bin_edges(length, per_octave=3)
     x = [((a + 1) * b) ** 0.5 for a, b in pairwise(edges)]
     dashes = ("-", "--", ":")
-    lowest = 1.0
+    lowest, highest = 1.0, 0.0
     for i, mixer in enumerate(mixers):
         curve = mixer["mean"]["visibility"]["curve"]
         y = [sum(curve[a:b]) / (b - a) for a, b in pairwise(edges)]
-        lowest = min(lowest, *(v for v in y if v > 0), 1.0)
+        lowest, highest = min([lowest, *(v for v in y if v > 0)]), max([highest, *y])
         drawn = [v if v > 0 else float("nan") for v in y]
-        axes.plot(x, drawn, marker="o", ms=2.5, color=f"C{i % 10}", ls=dashes[i // 10 % 3], label=mixer["label"])
+        axes.plot(
+            x, drawn, marker="o", ms=2.5, color=f"C{i % 10}", ls=dashes[i // 10 % 3], label=fill(mixer["label"], 24)
+        )
     axes.axhline(1 / (7 / 8 * (length + 1)), color="black", lw=0.8, ls=":", label="even")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_ylim(max(lowest / 2, 1e-7), 1.5)
+    axes.set_ylim(max(lowest / 2, 1e-7), 2 * (highest or 1.0))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set(xlabel="distance (tokens)", ylabel="mean weight of one input")
     axes.set_title("Visibility: the weight of an input against its distance", fontsize=10)
