@@ -97,6 +97,31 @@ class TokenStream:
         return shard.document_bytes(k)
 
 
+class Beginnings(TokenStream):
+    """The same documents, of which only the first ``n`` tokens are there; what is not asked for by document is not cut.
+
+    Args:
+        stream: The whole ones.
+        n: Tokens.
+    """
+
+    def __init__(self, stream: TokenStream, n: int) -> None:
+        super().__init__(stream.name, stream.shards)
+        self.n = n
+
+    def document(self, i: int) -> np.ndarray:
+        """The first tokens of document ``i`` as int64, its end of text included if it is among them."""
+        return super().document(i)[: self.n]
+
+    def document_length(self, i: int) -> int:
+        """Number of tokens that there are of document ``i``."""
+        return min(super().document_length(i), self.n)
+
+    def document_bytes(self, i: int) -> int | None:
+        """UTF-8 bytes of document ``i`` if it is whole, else None: nobody recorded those of its beginning."""
+        return super().document_bytes(i) if super().document_length(i) <= self.n else None
+
+
 class Corpus:
     """A folder with ``tokenizer.json`` and shards ``train/<domain>`` and ``test/<domain>``.
 
@@ -107,8 +132,8 @@ class Corpus:
         root: The folder.
 
     Raises:
-        ValueError: If there is no corpus, if a part or file of it is missing or truncated, its tokenizer another, or its
-            manifest that of other shards.
+        ValueError: If there is no corpus, if a part or file of it is missing or truncated, its tokenizer another, or
+            its manifest that of other shards.
     """
 
     def __init__(self, root: Path) -> None:

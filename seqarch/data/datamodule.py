@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
-from seqarch.data.corpus import Corpus
+from seqarch.data.corpus import Beginnings, Corpus
 from seqarch.data.eval_batches import EvalBatches, choose_documents, count_bytes, loader
 from seqarch.data.mixture import SampleOrder, check_weights
 from seqarch.data.steps import StepDataModule, TrainLoader
@@ -42,7 +42,9 @@ class TokenDataModule(StepDataModule):
         seed: Another seed is another order of the training data.
         num_workers: Loader processes of each rank; 0 loads in the training process.
         val_batch_size: Windows of a validation batch; micro_batch_size by default.
-        max_val_tokens: About how many tokens of each test domain to use: a fixed choice of whole documents.
+        max_val_tokens: About how many tokens of each test domain to use: a fixed choice of documents.
+        max_val_document_tokens: Test on the first so many tokens of each document: more documents for the same work,
+            and documents are what a comparison of runs is sure by.
         verify: Check every shard's checksum before use, which reads the corpus once; by default where it is small
             (up to a billion tokens).
     """
@@ -62,12 +64,18 @@ class TokenDataModule(StepDataModule):
         num_workers: int = 0,
         val_batch_size: int | None = None,
         max_val_tokens: int | None = None,
+        max_val_document_tokens: int | None = None,
         verify: bool | None = None,
     ) -> None:
         super().__init__(seq_len, batch_size, micro_batch_size, num_workers=num_workers)
         if type(self) is TokenDataModule:
             raise TypeError("TokenDataModule is abstract: use LimitedDomainDataModule or MixedDomainDataModule")
-        at_least(1, val_batch_size=val_batch_size, max_val_tokens=max_val_tokens)
+        at_least(
+            1,
+            val_batch_size=val_batch_size,
+            max_val_tokens=max_val_tokens,
+            max_val_document_tokens=max_val_document_tokens,
+        )
         for option, domains in (("train_domains", train_domains), ("test_domains", test_domains)):
             if domains is not None and not domains:
                 raise ValueError(f"{option} is empty: name at least one domain, or leave it out for all")
@@ -83,6 +91,7 @@ class TokenDataModule(StepDataModule):
         self.seed = seed
         self.val_batch_size = micro_batch_size if val_batch_size is None else val_batch_size
         self.max_val_tokens = max_val_tokens
+        self.max_val_document_tokens = max_val_document_tokens
         self.verify = verify
         self.prepare_data_per_node = True
         self._corpus: Corpus | None = None
@@ -188,7 +197,9 @@ class TokenDataModule(StepDataModule):
         """One loader for each of ``val_domains``, in that order; see `EvalBatches` for what a batch is."""
         rank, world_size = self._rank()
         loaders = []
-        for stream in self._test_streams.values():
+        for whole in self._test_streams.values():
+            cut = self.max_val_document_tokens
+            stream = whole if cut is None else Beginnings(whole, cut)
             documents = choose_documents(stream, self.max_val_tokens)
             batches = EvalBatches(
                 stream,

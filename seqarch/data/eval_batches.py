@@ -23,7 +23,7 @@ PAD_MULTIPLE = 64
 
 
 def choose_documents(stream: TokenStream, max_tokens: int | None) -> list[int]:
-    """The documents to evaluate: all, or as many whole ones as ``max_tokens`` allows, at least one.
+    """The documents to evaluate: all, or as many as ``max_tokens`` allows, at least one.
 
     Which ones depends on the domain's name and size only, never on the seed, so that runs can be compared.
     """

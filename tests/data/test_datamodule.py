@@ -170,6 +170,7 @@ def test_attributes(corpus_path: Path) -> None:
         ({"batch_size": 9}, "batch_size 9 must be a multiple of micro_batch_size 2"),
         ({"num_workers": -1}, "num_workers must be at least 0"),
         ({"max_val_tokens": 0}, "max_val_tokens must be at least 1"),
+        ({"max_val_document_tokens": 0}, "max_val_document_tokens must be at least 1"),
         ({"train_domains": []}, "train_domains is empty"),
         ({"train_domains": ["cc", "cc"]}, "train_domains names a domain twice"),
         ({"weights": {"cc": -1.0, "c4": 1.0}}, "weights: cc has weight -1"),

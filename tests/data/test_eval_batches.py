@@ -142,3 +142,34 @@ def test_one_token_document_and_document_of_exactly_one_window(tmp_path: Path, c
     assert batch["input_ids"][last, 0] == 0
     assert batch["labels"][last].tolist() == [0, *[-100] * 7]
     assert np.isclose(batch["bytes"][last].item(), 0)
+
+
+def test_beginnings_of_documents_are_more_documents_for_the_same_tokens(corpus_path: Path) -> None:
+    def tested(cut: int | None) -> dict[str, dict[int, tuple[list[int], float]]]:
+        data = LimitedDomainDataModule(
+            corpus_path, SEQ_LEN, 4, 4, ["cc"], max_val_tokens=500, max_val_document_tokens=cut
+        )
+        data.setup("validate")
+        out: dict[str, dict[int, tuple[list[int], float]]] = {}
+        for domain, loader in zip(data.val_domains, data.val_dataloader(), strict=True):
+            out[domain] = {}
+            for batch in loader:
+                for row, document in enumerate(batch["document"].tolist()):
+                    labels = batch["labels"][row]
+                    old = out[domain].get(document, ([], 0.0))
+                    new = labels[labels != -100].tolist()
+                    out[domain][document] = (old[0] + new, old[1] + batch["bytes"][row].item())
+        return out
+
+    data = LimitedDomainDataModule(corpus_path, SEQ_LEN, 4, 4, ["cc"])
+    data.setup("validate")
+    tokenizer = Tokenizer.from_file(str(data.tokenizer_path))
+    whole, cut = tested(None), tested(20)
+    for domain, documents in cut.items():
+        assert len(documents) > len(whole[domain])
+        stream = data.corpus.stream("test", domain, "")
+        for document, (tokens, n_bytes) in documents.items():
+            expected = stream.document(document)[:20].tolist()
+            assert tokens == expected
+            text = tokenizer.decode([t for t in expected if t != data.eos_id], skip_special_tokens=False)
+            assert n_bytes == pytest.approx(len(text.encode("utf-8", "replace")))

@@ -151,7 +151,10 @@ def _shard_with(**values: object) -> Callable[[dict], None]:
         (_shard_with(dtype="int32"), r"says tokens of type int32, but .*train/cc\.idx has uint16"),
         (_shard_with(max_id=70000), r"train/cc\.bin holds id 70000, but the vocabulary"),
         (lambda m: m["tokenizer"].update(vocab_size=9), r"says a vocabulary of 9, but .*tokenizer\.json has \d+"),
-        (lambda m: m["tokenizer"].update(eos_id=9), r"says for '<\|endoftext\|>' the id 9, but .*tokenizer\.json has 0"),
+        (
+            lambda m: m["tokenizer"].update(eos_id=9),
+            r"says for '<\|endoftext\|>' the id 9, but .*tokenizer\.json has 0",
+        ),
         (lambda m: m["tokenizer"].update(eos_token="<s>"), r"says for '<s>' the id 0, but .*tokenizer\.json has None"),
     ],
 )
