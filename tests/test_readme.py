@@ -48,6 +48,7 @@ def test_the_readme_shows_each_command():
         "sweep",
         "compare",
         "bench",
+        "check",
         *EVALUATION,
     }
     assert all(words[0] == "seqarch" for words in commands())
