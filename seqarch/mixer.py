@@ -67,7 +67,7 @@ class Tags:
         fullgraph: ``torch.compile(fullgraph=True)`` works on the ``torch`` backend, without ``cu_seqlens`` and state.
         chunk_size: The length at which the computation changes form, if any; tests look closely around it.
         dtypes: Parameter dtypes that are supported.
-        tolerances: Relative root-mean-square error allowed against float64, by dtype.
+        tolerances: Relative error allowed against float64, by dtype.
     """
 
     recurrent: bool = False

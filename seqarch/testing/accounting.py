@@ -7,6 +7,7 @@ count of operations, but it bounds what elementwise recurrences can ask for and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,8 +29,16 @@ def _sdpa_cpu(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_args: obje
     return sdpa_flop_count(q, k, v)
 
 
-# PyTorch's registry has the fused attention of GPUs only.
-_MORE_OPERATORS: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _sdpa_cpu}
+def _product(_added: object, a: Sequence[int], b: Sequence[int], **_kwargs: object) -> int:
+    return 2 * math.prod(a) * b[-1]
+
+
+# PyTorch's registry has the fused attention of GPUs only, and no product that adds in place.
+_MORE_OPERATORS: dict[Any, Any] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _sdpa_cpu,
+    torch.ops.aten.addmm_: _product,
+    torch.ops.aten.baddbmm_: _product,
+}
 
 
 class _Elements(TorchDispatchMode):

@@ -8,12 +8,7 @@ import torch
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 from torch.func import functional_call
 
-from seqarch.testing.compare import (
-    ContractError,
-    expect_gradients_close,
-    median_token_error,
-    relative_rms,
-)
+from seqarch.testing.compare import ContractError, expect_gradients_close, relative_rms, token_error
 from seqarch.testing.subject import Stack, Subject, gradients, run_pieces
 
 # Determinism has a check of its own, and autograd never asks a mixer for the gradient of nothing.
@@ -70,8 +65,10 @@ def _retained(stack: Stack, y: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) 
 def check_reduced_precision(subject: Subject) -> None:
     """Lower precisions stay within ``tolerances`` of float64 on the same, already rounded parameters.
 
-    Outputs and input gradients by relative root-mean-square error; where the tags say discontinuous, outputs by the
-    median over the tokens, because a rounding error may change what some of them select.
+    Outputs by relative root-mean-square error; where the tags say discontinuous by the median over the tokens, because
+    a rounding error may change what some of them select. Input gradients by the error that nine of ten tokens stay
+    within: where a norm meets an output that is almost nothing, as at a sequence's first tokens, the gradient is large
+    and ill-conditioned, and such a token alone would make up the mean.
     """
     for dtype in subject.tags.dtypes:
         if dtype == torch.float64:
@@ -86,17 +83,18 @@ def check_reduced_precision(subject: Subject) -> None:
             raise ContractError(f"precision: the tag dtypes lists {dtype}, the tag tolerances has no entry for it")
         if y.dtype != dtype:
             raise ContractError(f"precision: the output for an input of {dtype} is {y.dtype}")
-        measure = median_token_error if subject.tags.discontinuous else relative_rms
+        measure = token_error if subject.tags.discontinuous else relative_rms
         with torch.no_grad():
             steps = run_pieces(low, x, [1] * subject.T)
         errors = {"output": measure(y, expected), "output, token by token,": measure(steps, expected)}
         if not subject.tags.discontinuous:
             dy = subject.noise(2, subject.T, dtype=dtype, seed=4)
             actual = gradients(low, y, dy, x)["x"]
-            errors["input gradient"] = relative_rms(actual, gradients(high, expected, dy.double(), x64)["x"])
+            exact = gradients(high, expected, dy.double(), x64)["x"]
+            errors["input gradient, but for a tenth of the tokens,"] = token_error(actual, exact, 0.9)
+        kind = "median token" if subject.tags.discontinuous else "relative"
         for name, error in errors.items():
             if not error <= allowed:
-                kind = "median token" if subject.tags.discontinuous else "relative root-mean-square"
                 raise ContractError(
                     f"precision: the {kind} error of the {name} in {dtype} is {error:.3g}, above {allowed:.3g}"
                 )

@@ -35,3 +35,9 @@ def test_elements_of_elementwise_operators() -> None:
     assert _count(lambda: x * y) == (0, 48)
     assert _count(lambda: x[:, None] * y) == (0, 96)
     assert _count(lambda: x.t().unsqueeze(0).expand(5, 6, 4)[:, 1:]) == (0, 0)
+
+
+def test_products_that_add_in_place() -> None:
+    a, b = torch.randn(3, 4, 5), torch.randn(3, 5, 6)
+    assert _count(lambda: torch.zeros(3, 4, 6).baddbmm_(a, b))[0] == 2 * 3 * 4 * 5 * 6
+    assert _count(lambda: torch.zeros(4, 6).addmm_(a[0], b[0]))[0] == 2 * 4 * 5 * 6

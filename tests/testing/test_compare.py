@@ -8,8 +8,8 @@ from seqarch.testing.compare import (
     expect_close,
     expect_gradients_close,
     expect_identical,
-    median_token_error,
     relative_rms,
+    token_error,
     worst,
 )
 
@@ -61,5 +61,6 @@ def test_measures_of_reduced_precision() -> None:
     one_token_off = expected.clone()
     one_token_off[0, 2] = -1.0
     assert relative_rms(one_token_off, expected) == pytest.approx((4 / 5) ** 0.5)
-    assert median_token_error(one_token_off, expected) == 0.0
-    assert median_token_error(expected * 1.1, expected) == pytest.approx(0.1)
+    assert token_error(one_token_off, expected) == 0.0
+    assert token_error(expected * 1.1, expected) == pytest.approx(0.1)
+    assert token_error(one_token_off, expected, 1.0) > 0.0
