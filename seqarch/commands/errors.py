@@ -9,6 +9,7 @@ from difflib import get_close_matches
 
 from jsonargparse import ArgumentParser
 
+from seqarch.class_paths import ALLOW
 from seqarch.commands.usage import nearest, plain
 from seqarch.discovery import find, plugins
 
@@ -18,6 +19,7 @@ _UNKNOWN_OPTION = (
     re.compile(r"unrecognized arguments: --([\w.]+)"),
 )
 _UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: ([\w.]+)")
+_DENIED = re.compile(r"Importing '([^']+)' is not allowed")
 _KEY = re.compile(r'Parser key "([^"]+)":\s*')
 
 
@@ -39,6 +41,11 @@ def explain(message: str, parser: ArgumentParser, bases: Iterable[type]) -> str:
             return _reason(found[1])
         names = {cls.__name__ for cls in classes}
         return f"{key}: there is no class '{found[1]}'{nearest(found[1], names)}"
+    if denied := _DENIED.search(message):
+        return (
+            f"{key}: a file may not have {denied[1]} imported, which is not of seqarch, an installed plugin or "
+            f"Lightning: importing it runs its code. If you trust it, set {ALLOW}={denied[1].split('.')[0]}"
+        )
     if own := condense(message):
         return f"{key}: {own}" if key else own
     return plain(message)

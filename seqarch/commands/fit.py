@@ -9,13 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
+from seqarch.class_paths import allowed_imports, plugin_packages
 from seqarch.commands.errors import condense, explain
 from seqarch.commands.usage import UsageError
 from seqarch.data import StepDataModule
-from seqarch.discovery import plugins
 from seqarch.mixer import TokenMixer
 from seqarch.model.channel import ChannelMixer
 from seqarch.training.callbacks import run_callbacks
@@ -34,7 +35,7 @@ _DESCRIPTION = {
 
 def run(name: str, arguments: list[str]) -> None:
     """Parse the configuration, build everything, and train or validate."""
-    plugins()  # their classes must be known before the parser resolves names
+    _restrict_imports()
     sys.argv = [sys.argv[0], name, *arguments]  # Lightning starts further processes with these
     _set_up_logging()
     try:
@@ -43,6 +44,19 @@ def run(name: str, arguments: list[str]) -> None:
         raise UsageError(str(error)) from error
     except ValueError as error:  # a constructor's, wrapped where its class is one of a union
         raise ValueError(condense(str(error)) or str(error)) from error
+
+
+_LIGHTNING = ("callbacks", "loggers", "plugins", "profilers", "strategies")
+
+
+def _restrict_imports() -> None:
+    """Let a configuration name classes of this program, the plugins and Lightning; importing others may run anything.
+
+    Loads the plugins, whose classes must be known before the parser resolves names.
+    """
+    lightning = [f"lightning.{part}.{name}" for part in ("pytorch", "fabric") for name in _LIGHTNING]
+    allowed = ["seqarch", *plugin_packages(), *lightning, *allowed_imports()]
+    set_parsing_settings(import_path_denylist=["*"], import_path_allowlist=allowed)
 
 
 def _set_up_logging() -> None:

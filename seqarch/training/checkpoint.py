@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import zipfile
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.cli import instantiate_module
 
-from seqarch.training.hyperparameters import ARCHITECTURE, NOT_STORED, differences
+from seqarch.model.options import ARCHITECTURE
+from seqarch.training.hyperparameters import NOT_STORED, differences, from_plain
 from seqarch.training.module import SequenceModule
 
 
@@ -105,7 +104,7 @@ def read_checkpoint(
 
 
 def load_module(path: str | os.PathLike, map_location: str | torch.device = "cpu") -> SequenceModule:
-    """Rebuild a trained model from a checkpoint alone.
+    """Rebuild a trained model from a checkpoint alone, whoever made it: no code runs but that of installed plugins.
 
     Args:
         path: A checkpoint file.
@@ -118,11 +117,13 @@ def load_module(path: str | os.PathLike, map_location: str | torch.device = "cpu
     checkpoint = read_checkpoint(path, map_location)
     options = {name: v for name, v in checkpoint["hyper_parameters"].items() if name != "_instantiator"}
     _check_stored(Path(path), options)
-    for name in _class_paths(options):
-        _check_installed(Path(path), name)
     try:
-        module = instantiate_module(SequenceModule, options)
-    except Exception as error:  # jsonargparse's own, or whatever a plugin's class raises
+        built = from_plain(options)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    try:
+        module = SequenceModule(**built)
+    except Exception as error:  # whatever a plugin's class raises
         raise ValueError(
             f"{path} cannot be rebuilt with the versions installed here of what it was trained with: {error}"
         ) from error
@@ -158,20 +159,3 @@ def _check_stored(path: Path, options: dict[str, Any]) -> None:
                     f"{path} does not say how to build its {name} ({note.removeprefix(NOT_STORED)}): build the "
                     "SequenceModule yourself and load the checkpoint's state_dict"
                 )
-
-
-def _check_installed(path: Path, name: str) -> None:
-    module, _, cls = name.rpartition(".")
-    try:
-        found = hasattr(import_module(module), cls)
-    except ImportError:
-        found = False
-    if not found:
-        raise ValueError(f"{path} needs {name}, which is not installed here: install the plugin it was trained with")
-
-
-def _class_paths(value: Any) -> list[str]:
-    if isinstance(value, dict):
-        own = [value["class_path"]] if "class_path" in value else []
-        return own + [p for v in value.values() for p in _class_paths(v)]
-    return [p for v in value for p in _class_paths(v)] if isinstance(value, list) else []

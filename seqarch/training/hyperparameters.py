@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from seqarch.class_paths import class_path
+from seqarch.model.options import ARCHITECTURE, factory, model_options
 from seqarch.training.optimizer import AdamWConfig
 from seqarch.training.schedule import Schedule
-
-ARCHITECTURE = ("vocab_size", "d_model", "n_layers", "mixer", "channel_mixer", "tie_embeddings", "norm_eps")
-"""The hyper-parameters that decide what the weights mean."""
 
 NOT_STORED = "not stored: "
 _GIVEN_BY_BACKBONE = ("self", "d_model", "layer_idx", "n_layers")
@@ -26,6 +24,19 @@ _GIVEN_BY_BACKBONE = ("self", "d_model", "layer_idx", "n_layers")
 def to_plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of ``SequenceModule`` as plain data. What has no class path becomes a note that says so."""
     return {name: _plain(value) for name, value in options.items()}
+
+
+def from_plain(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of ``SequenceModule`` from plain data that ``to_plain`` made.
+
+    Raises:
+        ValueError: If a class is not known here (see ``find_class``), or one of the options is missing.
+    """
+    if missing := sorted({*ARCHITECTURE, "optimizer", "schedule"} - plain.keys()):
+        raise ValueError(f"its hyper-parameters have no {', '.join(missing)}")
+    optimizer: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in plain["optimizer"].items()}
+    schedule = factory(plain["schedule"], Schedule, "schedule")()
+    return {**model_options(plain), "optimizer": AdamWConfig(**optimizer), "schedule": schedule}
 
 
 def _plain(value: Any) -> Any:
@@ -69,16 +80,6 @@ def _unwrap(factory: Any) -> tuple[type | None, dict[str, Any]]:
             return None, given
         factory = classes[0] if classes else factory.func
     return (factory, given) if isinstance(factory, type) else (None, given)
-
-
-def class_path(cls: type) -> str | None:
-    """The shortest path that imports this very class, or None if nothing does."""
-    parts = cls.__module__.split(".")
-    for n in range(1, len(parts) + 1):
-        module = ".".join(parts[:n])
-        if getattr(sys.modules.get(module), cls.__qualname__, None) is cls and module != "__main__":
-            return f"{module}.{cls.__qualname__}"
-    return None
 
 
 def _is_plain(value: Any) -> bool:

@@ -6,6 +6,7 @@ Shape legend: B batch, T tokens, V vocabulary.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -91,7 +92,7 @@ class SequenceModule(L.LightningModule):
         super().__init__()
         at_least(1, max_tokens=max_tokens, val_every_n_steps=val_every_n_steps, max_skipped_steps=max_skipped_steps)
         at_least(0, z_loss=z_loss)
-        self.save_hyperparameters({**to_plain(options), "_instantiator": "lightning.pytorch.cli.instantiate_module"})
+        self.save_hyperparameters(to_plain(options))
         self.optimizer_config = optimizer
         self.schedule = schedule
         self.max_tokens = max_tokens
@@ -125,6 +126,13 @@ class SequenceModule(L.LightningModule):
                 norm_eps=norm_eps,
                 activation_checkpointing=activation_checkpointing,
             )
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: str | os.PathLike, map_location: Any = "cpu") -> SequenceModule:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """``load_module``, in place of Lightning's own, which would import whatever a file names."""
+        from seqarch.training.checkpoint import load_module
+
+        return load_module(checkpoint_path, map_location)
 
     @property
     def data(self) -> Any:

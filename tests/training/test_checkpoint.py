@@ -100,7 +100,7 @@ def test_load_module_rebuilds_the_model_from_the_file_alone(trained):
 
 def test_lightning_can_load_it_too(trained):
     module, path = trained
-    loaded = SequenceModule.load_from_checkpoint(path, weights_only=True)
+    loaded = SequenceModule.load_from_checkpoint(path)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), module.parameters(), strict=True))
 
 
@@ -145,7 +145,7 @@ def changed(path, target, **options):
 @pytest.mark.parametrize("name", ["seqarch_gone.Gone", "seqarch_attention.Gone"])
 def test_a_plugin_that_is_missing_is_named(trained, tmp_path, name):
     path = changed(trained[1], tmp_path / "a.ckpt", mixer={"class_path": name, "init_args": {}})
-    with pytest.raises(ValueError, match=f"a.ckpt needs {name}, which is not installed here: install the plugin"):
+    with pytest.raises(ValueError, match=f"a.ckpt: mixer needs {name}, which is not installed here: install"):
         load_module(path)
 
 

@@ -6,8 +6,9 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningCLI
 
+from seqarch.class_paths import class_path
 from seqarch.model import SwiGLU
-from seqarch.training.hyperparameters import class_path, differences, to_plain
+from seqarch.training.hyperparameters import differences, to_plain
 from seqarch.training.module import SequenceModule
 from seqarch.training.optimizer import AdamWConfig
 from seqarch.training.schedule import Cosine, Schedule, WarmupStableDecay
