@@ -9,13 +9,11 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 from typing_extensions import Self
 
@@ -34,6 +32,7 @@ from seqarch.training.optimizer import AdamWConfig, build_adamw, configure_group
 from seqarch.training.schedule import Cosine, Schedule
 from seqarch.training.seen_tokens import SeenTokens
 from seqarch.training.smoothing import SmoothedLoss
+from seqarch.training.strategy import FSDP2Strategy
 from seqarch.training.validation import DomainLoss, domain_metrics
 from seqarch.training.validation_sums import ValidationSums
 
@@ -172,7 +171,10 @@ class SequenceModule(L.LightningModule):
             return
         trainer = self._trainer
         device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
-        self.model.materialise(device, self.seed, self._shard())
+        shard = self._shard()
+        self.model.materialise(device, self.seed, None if shard is None else shard.shard)
+        if shard is not None:
+            shard.prefetch_blocks(list(self.model.blocks))
         if self.compile_blocks:
             for block in self.model.blocks:
                 block.compile()  # in place: the names of the parameters stay
@@ -181,16 +183,17 @@ class SequenceModule(L.LightningModule):
         """Move to the CPU, unless there is nothing yet to move: Lightning calls it after any error."""
         return self if any(p.is_meta for p in self.model.parameters()) else super().cpu()
 
-    def _shard(self) -> Callable[[nn.Module], object] | None:
-        mesh = self.device_mesh
-        if mesh is None:
+    def _shard(self) -> FSDP2Strategy | None:
+        """The strategy that shards the parameters, if one does."""
+        if self.device_mesh is None:
             return None
-        if mesh["tensor_parallel"].size() > 1:
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, FSDP2Strategy):
             raise ValueError(
-                f"tensor_parallel_size is {mesh['tensor_parallel'].size()}, but only data is parallel here: set "
-                "tensor_parallel_size to 1 and data_parallel_size to the number of devices"
+                f"trainer.strategy {type(strategy).__name__} does not know how to shard the model: use "
+                "seqarch.training.strategy.FSDP2Strategy"
             )
-        return partial(fully_shard, mesh=mesh["data_parallel"])
+        return strategy
 
     def configure_optimizers(self) -> Optimizer:
         """AdamW with its groups. The learning rate is set before each step, from the schedule."""
