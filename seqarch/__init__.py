@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from seqarch.mixer import Backend, Tags, TokenMixer, keep_float32, no_weight_decay
+    from seqarch.mixer import TORCH, Backend, State, Tags, TokenMixer, keep_float32, no_weight_decay
 
 __version__ = "0.1.0"
-__all__ = ["Backend", "Tags", "TokenMixer", "__version__", "keep_float32", "no_weight_decay"]
+__all__ = ["TORCH", "Backend", "State", "Tags", "TokenMixer", "__version__", "keep_float32", "no_weight_decay"]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,6 +21,7 @@ COMMANDS = {
     "mixers": ("seqarch.commands.mixers:run", "list the token mixers that are installed, and their backends"),
     "doctor": ("seqarch.commands.doctor:run", "check every backend of every mixer on this machine's device"),
     "check": ("seqarch.commands.check:run", "does a mixer keep its contract: seqarch check NAME"),
+    "new-plugin": ("seqarch.commands.new_plugin:run", "a package for a mixer of your own: seqarch new-plugin my-mixer"),
     "bench": ("seqarch.commands.bench:run", "speed and memory against length: seqarch bench Attention Mamba2"),
     "sweep": ("seqarch.commands.sweep:run", "many runs from one file: architectures × seeds × settings"),
     "compare": ("seqarch.commands.compare:run", "which architecture loses base capabilities: seqarch compare RUN…"),
