@@ -28,20 +28,22 @@ class Backend:
     Attributes:
         name: What the option ``backend`` says.
         packages: Import names of the packages it needs.
-        extra: The extra of this distribution that installs them.
+        extra: The extra of the distribution that installs them.
         device: The device type it needs, or None for any.
+        distribution: What has that extra.
     """
 
     name: str
     packages: tuple[str, ...] = ()
     extra: str = "cuda"
     device: str | None = None
+    distribution: str = "seqarch"
 
     def unavailable(self, device_type: str) -> str | None:
         """Why this backend cannot serve a device of this type here, or None if it can."""
         for package in self.packages:
             if importlib.util.find_spec(package) is None:
-                return f"package {package} is not installed: pip install 'seqarch[{self.extra}]'"
+                return f"package {package} is not installed: pip install '{self.distribution}[{self.extra}]'"
         if self.device is not None and self.device != device_type:
             return f"needs a {self.device} device, not {device_type}"
         return None
