@@ -13,6 +13,7 @@ COMMANDS = {
         "seqarch.commands.fit:run",
         "losses by domain of a checkpoint: seqarch validate --config … --ckpt_path …",
     ),
+    "plan": ("seqarch.commands.plan:run", "memory, time and disk of a recipe on a cluster: seqarch plan --config …"),
     "generate": ("seqarch.commands.generate:run", "continue a text: seqarch generate --ckpt … --prompt …"),
     "eval": ("seqarch.commands.eval:run", "downstream tasks of a checkpoint: seqarch eval RUN --tasks …"),
     "needle": ("seqarch.commands.needle:run", "find a number in a long text: seqarch needle RUN --lengths 1024 4096"),

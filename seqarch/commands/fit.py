@@ -33,13 +33,13 @@ _DESCRIPTION = {
 }
 
 
-def run(name: str, arguments: list[str]) -> None:
-    """Parse the configuration, build everything, and train or validate."""
+def run(name: str, arguments: list[str], cli: type[CLI] | None = None) -> None:
+    """Parse the configuration, build everything, and train or validate (or what ``cli`` does instead)."""
     _restrict_imports()
     sys.argv = [sys.argv[0], name, *arguments]  # Lightning starts further processes with these
     _set_up_logging()
     try:
-        _CLI(name)
+        (cli or CLI)(name)
     except TrainingDivergedError as error:
         raise UsageError(str(error)) from error
     except ValueError as error:  # a constructor's, wrapped where its class is one of a union
@@ -117,7 +117,12 @@ class _SaveConfig(SaveConfigCallback):
             shutil.copyfile(datamodule.tokenizer_path, folder / TOKENIZER)
 
 
-class _CLI(LightningCLI):
+class CLI(LightningCLI):
+    """The command line of ``fit`` and ``validate``, and, with what it is called there, of a command built on it."""
+
+    prog: str | None = None
+    description: str | None = None
+
     def __init__(self, command: str) -> None:
         self.command = command
         super().__init__(
@@ -130,7 +135,10 @@ class _CLI(LightningCLI):
             auto_configure_optimizers=False,
             parser_kwargs={
                 "prog": "seqarch",
-                command: {"description": _DESCRIPTION[command], "prog": f"seqarch {command}"},
+                command: {
+                    "description": self.description or _DESCRIPTION[command],
+                    "prog": self.prog or f"seqarch {command}",
+                },
             },
             trainer_defaults={
                 "max_epochs": -1,
