@@ -20,6 +20,7 @@ from seqarch.data import StepDataModule
 from seqarch.mixer import TokenMixer
 from seqarch.model.channel import ChannelMixer
 from seqarch.training.callbacks import run_callbacks
+from seqarch.training.callbacks.preemption import REQUEUE, PreemptedError
 from seqarch.training.checkpoint import check_same_architecture
 from seqarch.training.metrics import run_loggers
 from seqarch.training.module import SequenceModule, TrainingDivergedError
@@ -42,6 +43,9 @@ def run(name: str, arguments: list[str], cli: type[CLI] | None = None) -> None:
         (cli or CLI)(name)
     except TrainingDivergedError as error:
         raise UsageError(str(error)) from error
+    except PreemptedError as error:
+        log.warning("%s", error)
+        sys.exit(REQUEUE)
     except ValueError as error:  # a constructor's, wrapped where its class is one of a union
         raise ValueError(condense(str(error)) or str(error)) from error
 

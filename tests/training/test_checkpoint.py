@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from seqarch.training.callbacks.checkpoints import Checkpoints
 from seqarch.training.checkpoint import AtomicCheckpointIO, check_same_architecture, load_module, read_checkpoint
 from seqarch.training.module import SequenceModule
 from seqarch_attention import Attention
@@ -190,19 +191,21 @@ def test_a_model_built_by_a_function_trains_and_saves_but_cannot_be_rebuilt(tmp_
     )
 
 
+def checkpoints_of(run):
+    (found,) = (callback for callback in run.callbacks if isinstance(callback, Checkpoints))
+    return found
+
+
 def step_files(run_dir):
     return {int(p.name[5:13]) for p in (run_dir / "checkpoints").glob("step-*.ckpt")}
 
 
 def test_which_checkpoints_are_kept(tmp_path):
-    from seqarch.training.callbacks.checkpoints import Checkpoints
-
     module = tiny(max_tokens=10 * 8 * 16, val_every_n_steps=3)
     run = trainer(tmp_path)
-    run.callbacks[-1].every_n_steps, run.callbacks[-1].keep = 2, 2
+    checkpoints = checkpoints_of(run)
+    checkpoints.every_n_steps, checkpoints.keep = 2, 2
     run.fit(module, datamodule=SyntheticData())
-    checkpoints = run.callbacks[-1]
-    assert isinstance(checkpoints, Checkpoints)
     assert step_files(tmp_path) == {8, 10} | {checkpoints.best_step}
     folder = tmp_path / "checkpoints"
     assert (folder / "last.ckpt").resolve().name == "step-00000010.ckpt"
@@ -216,14 +219,12 @@ def test_only_the_best_and_the_last_without_regular_ones(tmp_path):
     module = tiny(max_tokens=7 * 8 * 16, val_every_n_steps=3)
     run = trainer(tmp_path, every_n_steps=None)
     run.fit(module, datamodule=SyntheticData())
-    assert step_files(tmp_path) == {7, run.callbacks[-1].best_step}
+    assert step_files(tmp_path) == {7, checkpoints_of(run).best_step}
 
 
 @pytest.mark.parametrize(
     ("options", "message"), [({"every_n_steps": 0}, "every_n_steps must be"), ({"keep": -1}, "keep must be at least 0")]
 )
 def test_options_are_checked(tmp_path, options, message):
-    from seqarch.training.callbacks.checkpoints import Checkpoints
-
     with pytest.raises(ValueError, match=message):
         Checkpoints(tmp_path, **options)

@@ -1,4 +1,4 @@
-"""Lightning callbacks: speed, progress, tables by domain, losses by document, checkpoints."""
+"""Lightning callbacks: speed, progress, tables by domain, losses by document, checkpoints, and a clean stop."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 from seqarch.training.callbacks.checkpoints import Checkpoints
 from seqarch.training.callbacks.documents import DocumentLosses
+from seqarch.training.callbacks.preemption import Preemption
 from seqarch.training.callbacks.progress import StepProgress
 from seqarch.training.callbacks.table import DomainTable
 from seqarch.training.callbacks.throughput import Throughput
@@ -33,4 +34,11 @@ def run_callbacks(
     """
     progress = [StepProgress()] if progress_bar else []
     checkpoints = Checkpoints(Path(run_dir) / "checkpoints", every_n_steps, keep)
-    return [Throughput(peak_flops), *progress, DomainTable(), DocumentLosses(Path(run_dir)), checkpoints]
+    return [
+        Throughput(peak_flops),
+        *progress,
+        DomainTable(),
+        DocumentLosses(Path(run_dir)),
+        checkpoints,
+        Preemption(checkpoints),
+    ]

@@ -70,7 +70,7 @@ class Checkpoints(Checkpoint):
     ) -> None:
         """Save at the end of a step, unless validation follows, which saves then."""
         if at_end_of_step(trainer) and self._due(trainer) and not validation_follows(trainer):
-            self._save(trainer)
+            self.save(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save the best, and what was put off until after validation."""
@@ -81,7 +81,7 @@ class Checkpoints(Checkpoint):
         if best:
             self.best_score, self.best_step = score, trainer.global_step
         if best or self._due(trainer):
-            self._save(trainer)
+            self.save(trainer)
 
     def _due(self, trainer: L.Trainer) -> bool:
         step = trainer.global_step
@@ -90,9 +90,12 @@ class Checkpoints(Checkpoint):
         regular = regular and not getattr(trainer.lightning_module, "skipped_in_a_row", 0)
         return step != self._saved_step and (regular or step == trainer.max_steps or trainer.should_stop)
 
-    def _save(self, trainer: L.Trainer) -> None:
+    def save(self, trainer: L.Trainer) -> None:
+        """Save where training stands, at the end of a step, unless that is done."""
         step = trainer.global_step
-        trainer.save_checkpoint(self._path(step), weights_only=False)
+        if step == self._saved_step:
+            return
+        trainer.save_checkpoint(self.path(step), weights_only=False)
         self._saved_step = step
         if trainer.is_global_zero:
             self._link("last.ckpt", step)
@@ -101,13 +104,14 @@ class Checkpoints(Checkpoint):
             self._prune(step)
         trainer.strategy.barrier("checkpoint")
 
-    def _path(self, step: int) -> Path:
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
         return self.folder / f"step-{step:08d}.ckpt"
 
     def _link(self, name: str, step: int) -> None:
         temporary = self.folder / f".{name}.tmp"
         temporary.unlink(missing_ok=True)
-        temporary.symlink_to(self._path(step).name)
+        temporary.symlink_to(self.path(step).name)
         os.replace(temporary, self.folder / name)
 
     def _prune(self, step: int) -> None:
@@ -117,4 +121,4 @@ class Checkpoints(Checkpoint):
         kept = set(regular if self.keep is None else regular[len(regular) - min(self.keep, len(regular)) :])
         for s in found:
             if s < step and s not in kept and s != self.best_step:
-                AtomicCheckpointIO().remove_checkpoint(self._path(s))
+                AtomicCheckpointIO().remove_checkpoint(self.path(s))
