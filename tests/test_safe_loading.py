@@ -10,8 +10,9 @@ import yaml
 from seqarch.class_paths import find_class
 from seqarch.cli import main
 from seqarch.mixer import TokenMixer
-from seqarch.training.checkpoint import check_same_architecture, load_module, read_checkpoint
+from seqarch.training.checkpoint import read_checkpoint
 from seqarch.training.module import SequenceModule
+from seqarch.training.rebuild import check_same_architecture, load_module
 from tests.training.synthetic import SyntheticData, tiny, trainer
 
 MIXER = """

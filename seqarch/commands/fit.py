@@ -21,10 +21,10 @@ from seqarch.mixer import TokenMixer
 from seqarch.model.channel import ChannelMixer
 from seqarch.training.callbacks import run_callbacks
 from seqarch.training.callbacks.preemption import REQUEUE, PreemptedError
-from seqarch.training.checkpoint import check_same_architecture
 from seqarch.training.metrics import run_loggers
 from seqarch.training.module import SequenceModule, TrainingDivergedError
 from seqarch.training.optimizer import AdamWConfig
+from seqarch.training.rebuild import check_same_architecture
 from seqarch.training.runs import CHECKPOINTS, TOKENIZER, checkpoint_of
 from seqarch.training.schedule import Schedule
 

@@ -14,7 +14,8 @@ from seqarch.data.corpus import Corpus
 from seqarch.data.tokenizer import find_eos, load_tokenizer
 from seqarch.discovery import plugins
 from seqarch.model import SequenceModel
-from seqarch.training.checkpoint import load_module, read_checkpoint
+from seqarch.training.checkpoint import read_checkpoint
+from seqarch.training.rebuild import load_module
 from seqarch.training.runs import RESULTS, checkpoint_of, tokenizer_of
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def load_trained(ckpt: str | Path, tokenizer: str | Path | None = None, device: 
     if not file.is_file():
         raise ValueError(f"{file}: there is no such tokenizer; name one with --tokenizer")
     vocabulary = load_tokenizer(file)
-    checkpoint = read_checkpoint(path, mmap=True)
+    checkpoint = read_checkpoint(path, options_only=True)
     step, tokens = checkpoint["global_step"], int(checkpoint["seqarch"]["tokens"])
     module = load_module(path, map_location=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return Trained(module.model, vocabulary, find_eos(vocabulary)[1], path, step, tokens)

@@ -1,19 +1,24 @@
-"""Checkpoints on disk: written atomically, and read back into a model by themselves."""
+"""Checkpoints on disk: written atomically, and read whole or not at all."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
-from seqarch.model.options import ARCHITECTURE
-from seqarch.training.hyperparameters import NOT_STORED, differences, from_plain
-from seqarch.training.module import SequenceModule
+from seqarch.training.sharded import check_sharded, free_space, is_sharded, read_options, read_sharded, sync_folder
+from seqarch.training.together import ranks
+
+CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
+"""Of a checkpoint in a run's folder: the step at whose end it stands."""
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -42,8 +47,7 @@ class AtomicCheckpointIO(CheckpointIO):
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         except (OSError, RuntimeError) as error:  # torch wraps some errors of the file system
-            free = shutil.disk_usage(path.parent).free / 2**20
-            raise OSError(f"cannot write the checkpoint {path} ({free:,.0f} MiB free there): {error}") from error
+            raise OSError(f"cannot write the checkpoint {path}{free_space(path)}: {error}") from error
         finally:
             temporary.unlink(missing_ok=True)
         sync_folder(path.parent)
@@ -67,95 +71,79 @@ class AtomicCheckpointIO(CheckpointIO):
             path.unlink(missing_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Force a folder's entries to the disk, so that a renamed file survives a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def read_checkpoint(
-    path: str | os.PathLike, map_location: Any = "cpu", *, weights_only: bool = True, mmap: bool = False
+    path: str | os.PathLike, map_location: Any = "cpu", *, weights_only: bool = True, options_only: bool = False
 ) -> dict[str, Any]:
-    """Read a checkpoint's file.
+    """Read a checkpoint, a file or a folder of shards.
+
+    Args:
+        path: Where it lies.
+        map_location: The device to put its tensors on.
+        weights_only: Nothing but tensors and plain values.
+        options_only: What is no weight is enough: ``state_dict`` may be empty, and is not checked.
 
     Raises:
-        ValueError: If it does not exist, is damaged, or is not a checkpoint of this program.
+        ValueError: If it does not exist, is damaged, or is not a checkpoint of this program; with the newest older
+            one beside it that is whole.
     """
     path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder, not a checkpoint file; FSDP2Strategy gathers shards into one file")
     if not path.exists():
         raise ValueError(f"{path}: there is no such checkpoint file")
-    try:
-        if not mmap:  # which is asked for where a look at the options is enough
-            with zipfile.ZipFile(path) as archive:
-                if damaged := archive.testzip():  # torch writes checksums but does not compare them
-                    raise ValueError(f"the checksum of {damaged} in it does not match")
-        checkpoint = torch.load(path, map_location=map_location, weights_only=weights_only, mmap=mmap)
-    except Exception as error:  # torch.load fails in many ways on a file that is not its own
-        raise ValueError(f"{path} cannot be read: it is damaged, cut short, or no checkpoint ({error})") from error
+    with or_offer(path):
+        if is_sharded(path):
+            checkpoint = read_options(path) if options_only else read_sharded(path)
+        elif path.is_dir():
+            raise ValueError(f"{path} is a folder, but not one of a checkpoint's shards: it has no meta.pt")
+        else:
+            checkpoint = _read_file(path, map_location, weights_only, options_only)
     missing = {"state_dict", "hyper_parameters", "seqarch"} - set(checkpoint if isinstance(checkpoint, dict) else ())
     if missing:
         raise ValueError(f"{path} is no checkpoint of seqarch: it has no {', '.join(sorted(missing))}")
     return checkpoint
 
 
-def load_module(path: str | os.PathLike, map_location: str | torch.device = "cpu") -> SequenceModule:
-    """Rebuild a trained model from a checkpoint alone, whoever made it: no code runs but that of installed plugins.
-
-    Args:
-        path: A checkpoint file.
-        map_location: The device to put it on.
-
-    Raises:
-        ValueError: If the file is no checkpoint or damaged, if a plugin that it needs is not installed, or if its
-            model was built by a function that a checkpoint cannot name.
-    """
-    checkpoint = read_checkpoint(path, map_location)
-    options = {name: v for name, v in checkpoint["hyper_parameters"].items() if name != "_instantiator"}
-    _check_stored(Path(path), options)
+def _read_file(path: Path, map_location: Any, weights_only: bool, options_only: bool) -> dict[str, Any]:
     try:
-        built = from_plain(options)
+        if not options_only:
+            with zipfile.ZipFile(path) as archive:
+                if damaged := archive.testzip():  # torch writes checksums but does not compare them
+                    raise ValueError(f"the checksum of {damaged} in it does not match")
+        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=options_only)
+    except Exception as error:  # torch.load fails in many ways on a file that is not its own
+        raise ValueError(f"{path} cannot be read: it is damaged, cut short, or no checkpoint ({error})") from error
+
+
+@contextmanager
+def or_offer(path: str | os.PathLike) -> Iterator[None]:
+    """Complete an error about a checkpoint by the newest older one beside it that is whole, if there is one."""
+    try:
+        yield
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        whole = _whole_before(Path(path)) if ranks()[0] == 0 else None
+        if whole is None:
+            raise
+        raise ValueError(f"{error}\nThe newest older checkpoint that is whole: --ckpt_path {whole}") from error
+
+
+def _whole_before(path: Path) -> Path | None:
+    """The newest checkpoint of the same folder that is older than ``path`` and whole."""
+    damaged = CHECKPOINT_NAME.fullmatch(path.resolve().name)
+    if damaged is None:
+        return None
+    steps = [m for other in path.resolve().parent.iterdir() if (m := CHECKPOINT_NAME.fullmatch(other.name))]
+    for match in sorted(steps, key=lambda m: -int(m[1])):
+        older = path.parent / match[0]
+        if int(match[1]) < int(damaged[1]) and _is_whole(older):
+            return older
+    return None
+
+
+def _is_whole(path: Path) -> bool:
     try:
-        module = SequenceModule(**built)
-    except Exception as error:  # whatever a plugin's class raises
-        raise ValueError(
-            f"{path} cannot be rebuilt with the versions installed here of what it was trained with: {error}"
-        ) from error
-    module.seed = checkpoint["seqarch"]["seed"]
-    module.configure_model()
-    try:
-        module.load_state_dict(checkpoint["state_dict"])
-    except RuntimeError as error:
-        raise ValueError(f"{path}: its weights are not those of its own hyper-parameters: {error}") from error
-    return module.to(map_location).eval()
-
-
-def check_same_architecture(path: str | os.PathLike, module: SequenceModule) -> None:
-    """Compare a checkpoint with a module that is to be resumed from it, before anything large is read.
-
-    Raises:
-        ValueError: If the file is no checkpoint, or of another architecture: which hyper-parameters differ.
-    """
-    stored = read_checkpoint(path, mmap=True)["hyper_parameters"]
-    if lines := differences(stored, module.hparams):
-        raise ValueError(
-            f"{path} is of another architecture than model (its own is in the config.yaml of its run folder):\n  "
-            + "\n  ".join(lines)
-        )
-
-
-def _check_stored(path: Path, options: dict[str, Any]) -> None:
-    for name in ARCHITECTURE:
-        value = options.get(name)
-        for note in value if isinstance(value, list) else [value]:
-            if isinstance(note, str) and note.startswith(NOT_STORED):
-                raise ValueError(
-                    f"{path} does not say how to build its {name} ({note.removeprefix(NOT_STORED)}): build the "
-                    "SequenceModule yourself and load the checkpoint's state_dict"
-                )
+        if is_sharded(path):
+            check_sharded(path)
+        else:
+            _read_file(path, "cpu", weights_only=True, options_only=False)
+    except ValueError:
+        return False
+    return True

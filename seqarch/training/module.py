@@ -129,7 +129,7 @@ class SequenceModule(L.LightningModule):
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: str | os.PathLike, map_location: Any = "cpu") -> SequenceModule:  # pyright: ignore[reportIncompatibleMethodOverride]
         """``load_module``, in place of Lightning's own, which would import whatever a file names."""
-        from seqarch.training.checkpoint import load_module
+        from seqarch.training.rebuild import load_module
 
         return load_module(checkpoint_path, map_location)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.plugins import MixedPrecision
@@ -16,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from seqarch.model.init import marked
 from seqarch.options import at_least
+from seqarch.training.checkpoint import or_offer, read_checkpoint
+from seqarch.training.sharded import is_sharded, load_sharded, load_whole, write_sharded
 from seqarch.training.wide_parameters import keep_wide
 
 
@@ -25,6 +28,9 @@ class FSDP2Strategy(ModelParallelStrategy):
     Every process is data-parallel. With trainer.precision bf16-mixed, parameters are gathered and used in bfloat16,
     without autocast; what is sharded (the master weights), the reduction of gradients and the optimiser stay float32,
     as do parameters that a mixer marks with ``keep_float32``.
+
+    A checkpoint is a folder of shards (``seqarch.training.sharded``); any number of processes goes on from it, and from
+    a checkpoint of one file.
 
     Args:
         replicate: How many copies of the model there are, each sharded over the processes of consecutive ranks; auto
@@ -55,7 +61,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             raise ValueError(f"timeout_s must be above 0, got {timeout_s}")
         super().__init__(
             tensor_parallel_size=1,
-            save_distributed_checkpoint=False,
+            save_distributed_checkpoint=True,
             process_group_backend=process_group_backend,
             timeout=timedelta(seconds=timeout_s),
         )
@@ -121,6 +127,25 @@ class FSDP2Strategy(ModelParallelStrategy):
         for i, block in enumerate(sharded):
             block.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + self.prefetch])
             block.set_modules_to_backward_prefetch(sharded[max(i - self.prefetch, 0) : i][::-1])
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike, storage_options: Any | None = None
+    ) -> None:
+        """Write shards, by all processes."""
+        write_sharded(self.broadcast(filepath), checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read shards, or a checkpoint of one file, into the model and the optimiser.
+
+        Raises:
+            ValueError: On every process, if it is damaged, with the newest older one that is whole.
+        """
+        path = self.broadcast(checkpoint_path)
+        assert self.model is not None
+        if not is_sharded(path):
+            return load_whole(read_checkpoint(path), self.model, self.optimizers)
+        with or_offer(path):
+            return load_sharded(path, self.model, self.optimizers)
 
 
 class _BFloat16Parameters(MixedPrecision):

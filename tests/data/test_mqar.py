@@ -157,7 +157,7 @@ def test_a_resumed_run_goes_on_exactly(tmp_path, capsys):
 
 
 def test_accuracy_is_that_of_the_logits(tmp_path):
-    from seqarch.training.checkpoint import load_module
+    from seqarch.training.rebuild import load_module
 
     fit(tmp_path, "--trainer.max_steps=2")
     model = load_module(tmp_path / "checkpoints" / "last.ckpt").model

@@ -41,17 +41,22 @@ class Job:
     every_n_steps: int | None = None
     resume: str | None = None
     """Name of a checkpoint in ``checkpoints``."""
+    blind: int | None = None
+    """A rank that sees another disk."""
     callbacks: tuple[Callback, ...] = ()
 
     def run(self) -> SequenceModule:
         """Train in this process, which is the only one or one of the ranks that the environment tells of."""
         find(self.mixer)
         options: dict[str, Any] = {"enable_progress_bar": False, **self.trainer}
+        run_dir = self.run_dir
+        if self.blind is not None and int(os.environ["RANK"]) == self.blind:
+            run_dir = run_dir / "elsewhere"
         if self.strategy is not None:
             per_node = int(os.environ["LOCAL_WORLD_SIZE"])
             nodes = int(os.environ["WORLD_SIZE"]) // per_node
             options = {"devices": per_node, "num_nodes": nodes, "strategy": FSDP2Strategy(**self.strategy), **options}
-        fitting = trainer(self.run_dir, every_n_steps=self.every_n_steps, **options)
+        fitting = trainer(run_dir, every_n_steps=self.every_n_steps, **options)
         fitting.callbacks[:0] = self.callbacks
         mixer = partial(find(self.mixer), **MIXERS[self.mixer])
         module = tiny(mixer=mixer, max_tokens=self.of_steps * 8 * T, **{"val_every_n_steps": 3, **self.model})

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from seqarch.training.callbacks.checkpoints import Checkpoints
-from seqarch.training.checkpoint import AtomicCheckpointIO, check_same_architecture, load_module, read_checkpoint
+from seqarch.training.checkpoint import AtomicCheckpointIO, read_checkpoint
 from seqarch.training.module import SequenceModule
+from seqarch.training.rebuild import check_same_architecture, load_module
 from seqarch_attention import Attention
 from tests.training.synthetic import SyntheticData, V, tiny, trainer
 
@@ -122,7 +123,7 @@ def test_a_missing_a_damaged_and_a_strange_file(trained, tmp_path):
         ("flipped.ckpt", r"the checksum of .* does not match"),
         ("text.ckpt", "cannot be read: it is damaged, cut short, or no checkpoint"),
         ("other.ckpt", "is no checkpoint of seqarch: it has no hyper_parameters, seqarch"),
-        ("folder.ckpt", "is a folder, not a checkpoint file"),
+        ("folder.ckpt", "is a folder, but not one of a checkpoint's shards"),
         ("list.ckpt", "is no checkpoint of seqarch"),
     ):
         with pytest.raises(ValueError, match=message) as error:

@@ -5,8 +5,8 @@ import signal
 import pytest
 import torch
 
-from seqarch.training.checkpoint import load_module
 from seqarch.training.optimizer import AdamWConfig
+from seqarch.training.rebuild import load_module
 from tests.training.killed import STEPS, run
 from tests.training.synthetic import SyntheticData, T, rows, tiny, trainer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,9 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
 from seqarch.options import at_least
-from seqarch.training.checkpoint import AtomicCheckpointIO
+from seqarch.training.checkpoint import CHECKPOINT_NAME, AtomicCheckpointIO
 from seqarch.training.loops import at_end_of_step, validation_follows
-
-_NAME = re.compile(r"step-(\d+)\.ckpt")
+from seqarch.training.together import together
 
 
 class Checkpoints(Checkpoint):
@@ -50,8 +49,20 @@ class Checkpoints(Checkpoint):
         self._saved_step = 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Have checkpoints written atomically."""
+        """Have checkpoints written atomically.
+
+        Raises:
+            ValueError: If the processes do not all see the same checkpoints in the folder.
+        """
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        found = together(lambda: (self._steps(), socket.gethostname()))
+        expected, first_host = found[0]
+        for rank, (steps, host) in enumerate(found):
+            if steps != expected:
+                raise ValueError(
+                    f"rank 0 on {first_host} sees checkpoints of the steps {expected} in {self.folder}, but rank "
+                    f"{rank} on {host} sees {steps}: run_dir must lie on a disk that all nodes share"
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """The best so far."""
@@ -62,8 +73,11 @@ class Checkpoints(Checkpoint):
         self.best_score, self.best_step = state_dict["best_score"], state_dict["best_step"]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The checkpoint that was resumed from exists."""
+        """The checkpoint that was resumed from exists; what a killed write left does not count."""
         self._saved_step = trainer.global_step
+        if trainer.is_global_zero:
+            for left in (*self.folder.glob(".step-*.tmp"), *self.folder.glob(".step-*.old")):
+                AtomicCheckpointIO().remove_checkpoint(left)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -108,6 +122,10 @@ class Checkpoints(Checkpoint):
         """Where the checkpoint of a step lies."""
         return self.folder / f"step-{step:08d}.ckpt"
 
+    def _steps(self) -> list[int]:
+        """The steps of the checkpoints in the folder."""
+        return sorted(int(m[1]) for p in self.folder.glob("*.ckpt") if (m := CHECKPOINT_NAME.fullmatch(p.name)))
+
     def _link(self, name: str, step: int) -> None:
         temporary = self.folder / f".{name}.tmp"
         temporary.unlink(missing_ok=True)
@@ -116,7 +134,7 @@ class Checkpoints(Checkpoint):
 
     def _prune(self, step: int) -> None:
         """Remove regular checkpoints beyond ``keep``, and former bests."""
-        found = sorted(int(m[1]) for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name)))
+        found = self._steps()
         regular = [s for s in found if self.every_n_steps is not None and s % self.every_n_steps == 0 and s <= step]
         kept = set(regular if self.keep is None else regular[len(regular) - min(self.keep, len(regular)) :])
         for s in found:
