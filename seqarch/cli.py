@@ -14,6 +14,10 @@ COMMANDS = {
         "losses by domain of a checkpoint: seqarch validate --config … --ckpt_path …",
     ),
     "plan": ("seqarch.commands.plan:run", "memory, time and disk of a recipe on a cluster: seqarch plan --config …"),
+    "consolidate": (
+        "seqarch.commands.consolidate:run",
+        "one safetensors file of a checkpoint: seqarch consolidate RUN model.safetensors",
+    ),
     "generate": ("seqarch.commands.generate:run", "continue a text: seqarch generate --ckpt … --prompt …"),
     "eval": ("seqarch.commands.eval:run", "downstream tasks of a checkpoint: seqarch eval RUN --tasks …"),
     "needle": ("seqarch.commands.needle:run", "find a number in a long text: seqarch needle RUN --lengths 1024 4096"),

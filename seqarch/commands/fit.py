@@ -234,7 +234,7 @@ class CLI(LightningCLI):
             raise ValueError(
                 f"{run_dir} already holds a run: continue it with --ckpt_path last, or name another with --run_dir"
             )
-        self._check_checkpoint(ckpt_path)
+        self._check_checkpoint(ckpt_path, training=True)
         if self.trainer.is_global_zero:
             model = self.model.model
             mixers = ", ".join(dict.fromkeys(type(m).__name__ for m in model.mixers))
@@ -269,6 +269,6 @@ class CLI(LightningCLI):
         """Refuse another architecture."""
         self._check_checkpoint(self.config[self.command].ckpt_path)
 
-    def _check_checkpoint(self, ckpt_path: str | None) -> None:
+    def _check_checkpoint(self, ckpt_path: str | None, *, training: bool = False) -> None:
         if ckpt_path is not None:
-            check_same_architecture(Path(str(ckpt_path)), self.model)
+            check_same_architecture(Path(str(ckpt_path)), self.model, training=training)

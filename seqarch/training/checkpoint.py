@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
-from seqarch.training.sharded import check_sharded, free_space, is_sharded, read_options, read_sharded, sync_folder
+from seqarch.training.consolidated import is_consolidated, read_consolidated
+from seqarch.training.files import written_aside
+from seqarch.training.sharded import check_sharded, is_sharded, read_options, read_sharded
 from seqarch.training.together import ranks
 
 CHECKPOINT_NAME = re.compile(r"step-(\d+)\.ckpt")
@@ -37,20 +39,8 @@ class AtomicCheckpointIO(CheckpointIO):
             OSError: If it cannot be written, with the path and the space that is left. An older file at ``path`` is
                 left as it was.
         """
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except (OSError, RuntimeError) as error:  # torch wraps some errors of the file system
-            raise OSError(f"cannot write the checkpoint {path}{free_space(path)}: {error}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_folder(path.parent)
+        with written_aside(Path(path)) as aside, aside.open("wb") as file:
+            torch.save(checkpoint, file)
 
     def load_checkpoint(
         self, path: str | os.PathLike, map_location: Any | None = None, weights_only: bool | None = None
@@ -74,7 +64,7 @@ class AtomicCheckpointIO(CheckpointIO):
 def read_checkpoint(
     path: str | os.PathLike, map_location: Any = "cpu", *, weights_only: bool = True, options_only: bool = False
 ) -> dict[str, Any]:
-    """Read a checkpoint, a file or a folder of shards.
+    """Read a checkpoint: a file, one of safetensors too, or a folder of shards.
 
     Args:
         path: Where it lies.
@@ -94,12 +84,27 @@ def read_checkpoint(
             checkpoint = read_options(path) if options_only else read_sharded(path)
         elif path.is_dir():
             raise ValueError(f"{path} is a folder, but not one of a checkpoint's shards: it has no meta.pt")
+        elif is_consolidated(path):
+            checkpoint = read_consolidated(path, map_location, options_only=options_only)
         else:
             checkpoint = _read_file(path, map_location, weights_only, options_only)
     missing = {"state_dict", "hyper_parameters", "seqarch"} - set(checkpoint if isinstance(checkpoint, dict) else ())
     if missing:
         raise ValueError(f"{path} is no checkpoint of seqarch: it has no {', '.join(sorted(missing))}")
     return checkpoint
+
+
+def check_resumable(path: str | os.PathLike, checkpoint: dict[str, Any]) -> None:
+    """See whether a checkpoint has what training goes on with.
+
+    Raises:
+        ValueError: If it holds weights only.
+    """
+    if "optimizer_states" not in checkpoint:
+        raise ValueError(
+            f"{path} holds weights only, and training cannot go on without the optimiser's state: use the run's own "
+            "checkpoint, or one made by `seqarch consolidate --with_optimizer true`"
+        )
 
 
 def _read_file(path: Path, map_location: Any, weights_only: bool, options_only: bool) -> dict[str, Any]:

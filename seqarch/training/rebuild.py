@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from seqarch.model.options import ARCHITECTURE
-from seqarch.training.checkpoint import read_checkpoint
+from seqarch.training.checkpoint import check_resumable, read_checkpoint
 from seqarch.training.hyperparameters import NOT_STORED, differences, from_plain
 from seqarch.training.module import SequenceModule
+from seqarch.training.optimizer import build_adamw
+from seqarch.training.sharded import by_name, write_sharded
 
 
 def load_module(path: str | os.PathLike, map_location: str | torch.device = "cpu") -> SequenceModule:
@@ -47,18 +49,41 @@ def load_module(path: str | os.PathLike, map_location: str | torch.device = "cpu
     return module.to(map_location).eval()
 
 
-def check_same_architecture(path: str | os.PathLike, module: SequenceModule) -> None:
-    """Compare a checkpoint with a module that is to be resumed from it, before anything large is read.
+def check_same_architecture(path: str | os.PathLike, module: SequenceModule, *, training: bool = False) -> None:
+    """Compare a checkpoint with a module that is to be given its weights, before anything large is read.
+
+    Args:
+        path: The checkpoint.
+        module: The module.
+        training: It is to be trained further.
 
     Raises:
-        ValueError: If the file is no checkpoint, or of another architecture: which hyper-parameters differ.
+        ValueError: If the file is no checkpoint, holds weights only and is to be trained further, or is of another
+            architecture: which hyper-parameters differ.
     """
-    stored = read_checkpoint(path, options_only=True)["hyper_parameters"]
-    if lines := differences(stored, module.hparams):
+    stored = read_checkpoint(path, options_only=True)
+    if training:
+        check_resumable(path, stored)
+    if lines := differences(stored["hyper_parameters"], module.hparams):
         raise ValueError(
             f"{path} is of another architecture than model (its own is in the config.yaml of its run folder):\n  "
             + "\n  ".join(lines)
         )
+
+
+def to_shards(source: str | os.PathLike, target: str | os.PathLike) -> None:
+    """Write a checkpoint as the folder of shards of one process, which any number of processes goes on from.
+
+    Raises:
+        ValueError: If ``source`` is no checkpoint, is damaged, or holds weights only.
+        OSError: If it cannot be written.
+    """
+    checkpoint = read_checkpoint(source)
+    check_resumable(source, checkpoint)
+    module = load_module(source)
+    optimizer = build_adamw(module.optimizer_config, module.model, loss_scaling=False)
+    checkpoint["optimizer_states"] = [by_name(state, module, optimizer) for state in checkpoint["optimizer_states"]]
+    write_sharded(target, checkpoint)
 
 
 def _check_stored(path: Path, options: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import pickle
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from seqarch.training.files import free_space, sync_folder
 from seqarch.training.together import ranks, together
 
 FILES = "files.json"
@@ -103,20 +104,6 @@ def write_sharded(path: str | os.PathLike, checkpoint: Mapping[str, Any]) -> Non
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise OSError(f"cannot write the checkpoint {path}{free_space(path)}: {error}") from error
-
-
-def free_space(path: Path) -> str:
-    """How much room is left where a file was to be written, for a message."""
-    return f" ({shutil.disk_usage(path.parent).free / 2**20:,.0f} MiB free there)" if path.parent.exists() else ""
-
-
-def sync_folder(folder: Path) -> None:
-    """Force a folder's entries to the disk, so that a renamed file survives a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _to_disk(file: Any) -> None:
@@ -236,17 +223,39 @@ def load_sharded(path: str | os.PathLike, model: nn.Module, optimizers: Sequence
     return rest
 
 
-def load_whole(checkpoint: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Spread a checkpoint of one file, of which the first process's is taken, over a sharded model and its optimisers.
+def load_whole(read: Callable[[], dict[str, Any]], model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Spread a checkpoint of one file over a sharded model and its optimisers.
+
+    Args:
+        read: Gives the checkpoint; called in the first process only.
+        model: The model.
+        optimizers: Its optimisers.
 
     Returns:
-        What else the checkpoint holds.
+        What else the checkpoint holds, on every process.
+
+    Raises:
+        ValueError: On every process, if it cannot be read.
     """
+    weights: dict[str, Any] = {}
+    states: list[dict[str, Any]] = [{} for _ in optimizers]
+
+    def first() -> dict[str, Any] | None:
+        if ranks()[0] != 0:
+            return None
+        checkpoint = read()
+        weights.update(checkpoint.pop("state_dict"))
+        for i, (state, optimizer) in enumerate(zip(checkpoint.pop("optimizer_states", ()), optimizers, strict=False)):
+            states[i] = by_name(state, model, optimizer)
+        return checkpoint
+
+    rest = together(first)[0]
+    assert rest is not None
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, checkpoint.pop("state_dict"), options=options)
-    for optimizer, state in zip(optimizers, checkpoint.pop("optimizer_states"), strict=False):
-        set_optimizer_state_dict(model, optimizer, by_name(state, model, optimizer), options=options)
-    return checkpoint
+    set_model_state_dict(model, weights, options=options)
+    for optimizer, state in zip(optimizers, states, strict=True):
+        set_optimizer_state_dict(model, optimizer, state, options=options)
+    return rest
 
 
 def by_index(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from seqarch.model.init import marked
 from seqarch.options import at_least
-from seqarch.training.checkpoint import or_offer, read_checkpoint
+from seqarch.training.checkpoint import check_resumable, or_offer, read_checkpoint
 from seqarch.training.sharded import is_sharded, load_sharded, load_whole, write_sharded
 from seqarch.training.wide_parameters import keep_wide
 
@@ -143,9 +143,15 @@ class FSDP2Strategy(ModelParallelStrategy):
         path = self.broadcast(checkpoint_path)
         assert self.model is not None
         if not is_sharded(path):
-            return load_whole(read_checkpoint(path), self.model, self.optimizers)
+            return load_whole(lambda: self._read_whole(path), self.model, self.optimizers)
         with or_offer(path):
             return load_sharded(path, self.model, self.optimizers)
+
+    def _read_whole(self, path: str | os.PathLike) -> dict[str, Any]:
+        checkpoint = read_checkpoint(path)
+        if self.optimizers:
+            check_resumable(path, checkpoint)
+        return checkpoint
 
 
 class _BFloat16Parameters(MixedPrecision):
