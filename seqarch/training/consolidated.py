@@ -91,7 +91,7 @@ def read_consolidated(path: str | os.PathLike, map_location: Any = "cpu", *, opt
 
 
 def _sum(tensor: Tensor) -> int:
-    return zlib.crc32(memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+    return zlib.crc32(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _encode(value: Any, place: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:

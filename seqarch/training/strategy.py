@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -69,6 +70,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.param_dtype = param_dtype
         self.reshard_after_forward = reshard_after_forward
         self.prefetch = prefetch
+        self.timeout_s = timeout_s
         self._shard_mesh: DeviceMesh | None = None
 
     def setup_environment(self) -> None:
@@ -89,6 +91,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         else:
             shape = (copies, world_size // copies)
             self._shard_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("replicate", "shard"))
+            for group in self._shard_mesh.get_all_groups():  # torch gives them half an hour, whatever the job's own
+                distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s), group)
 
     @property
     def gathers_bfloat16(self) -> bool:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,8 @@ def _run(environment: dict[str, str], log: Path, function: Callable[..., Any], a
     except Exception:
         traceback.print_exc()
         os._exit(1)
+
+
+def shared_integer() -> Synchronized[int]:
+    """An integer that all ranks can set."""
+    return _context.Value("q", 0)

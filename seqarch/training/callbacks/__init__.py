@@ -1,4 +1,5 @@
-"""Lightning callbacks: speed, progress, tables by domain, losses by document, checkpoints, and a clean stop."""
+"""Lightning callbacks: speed, progress, tables by domain, losses by document, checkpoints, a clean stop,
+and which process of a job has failed."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from seqarch.training.callbacks.checkpoints import Checkpoints
 from seqarch.training.callbacks.documents import DocumentLosses
+from seqarch.training.callbacks.liveness import Liveness
 from seqarch.training.callbacks.preemption import Preemption
 from seqarch.training.callbacks.progress import StepProgress
 from seqarch.training.callbacks.table import DomainTable
@@ -41,4 +43,5 @@ def run_callbacks(
         DocumentLosses(Path(run_dir)),
         checkpoints,
         Preemption(checkpoints),
+        Liveness(),
     ]
