@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +52,20 @@ class Liveness(Callback):
             return
         store = dist.distributed_c10d._get_default_store()
         # a connection of its own: another's wait must not keep it from speaking
-        self._store = getattr(store, "clone", lambda: store)()
+        self._store = store
+        if hasattr(store, "clone"):
+            self._store = getattr(store, "clone")()
+            self._store.set_timeout(timedelta(seconds=10))
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         timeout = getattr(trainer.strategy, "_timeout", None)
         self._patience = 0.8 * (timeout.total_seconds() if timeout is not None else 1800.0)
         self._main = threading.get_ident()
         self._gave_up, self._own_error = False, None
         self._trainer = trainer
-        self._progress()
-        self._speak()
+        self._step = 0
         self._end.clear()
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
+        self._progress()
         self._thread.start()
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
@@ -96,10 +100,10 @@ class Liveness(Callback):
         self._stop()
 
     def _progress(self) -> None:
-        before = self._step
-        self._step, self._since = self._trainer.global_step + 1, time.monotonic()
-        if self._thread is not None and self._step != before:
-            self._speak()
+        if self._thread is not None:
+            before, self._step, self._since = self._step, self._trainer.global_step + 1, time.monotonic()
+            if self._step != before:
+                self._speak()
 
     def _stop(self) -> None:
         self._end.set()
