@@ -52,9 +52,9 @@ class Liveness(Callback):
             return
         store = dist.distributed_c10d._get_default_store()
         # a connection of its own: another's wait must not keep it from speaking
-        self._store = store
-        if hasattr(store, "clone"):
-            self._store = getattr(store, "clone")()
+        clone = getattr(store, "clone", None)
+        self._store = store if clone is None else clone()
+        if clone is not None:
             self._store.set_timeout(timedelta(seconds=10))
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         timeout = getattr(trainer.strategy, "_timeout", None)
