@@ -1,4 +1,4 @@
-"""What starts seqarch elsewhere: every command in docker/** and docs/cluster.md parses, and every file that they name exists."""
+"""What starts seqarch elsewhere: commands in docker/ and docs/cluster.md parse, and the files that they name exist."""
 
 import re
 import shlex
@@ -35,12 +35,14 @@ def containers():
         yield pytest.param(container["command"] + container["args"], id=f"pytorchjob-{name}")
 
 
+COMMAND = re.compile(r"""(?:seqarch (?:fit|plan)|[ /]fit\.sbatch) (--config [^"|&;\n]*)""")
+
+
 def lines():
-    """The commands in the texts: what follows `seqarch fit` and `seqarch plan`, or fit.sbatch, up to the line's end."""
+    """The commands in the texts: what follows `seqarch fit`, `seqarch plan` or fit.sbatch, up to the line's end."""
     for file in TEXTS:
-        text = re.sub(r"\\\n\s*#?", " ", file.read_text())
-        for match in re.finditer(r"^[ #]+[^|`]*?(?:seqarch (?:fit|plan)|\bfit\.sbatch) (--config .*)$", text, flags=re.M):
-            yield pytest.param(shlex.split(match[1]), id=f"{file.name}-{match[1][:40]}")
+        for match in COMMAND.finditer(file.read_text()):
+            yield pytest.param(shlex.split(match[1].split("`")[0]), id=f"{file.name}-{match.start()}")
 
 
 def settle(words):
@@ -83,7 +85,7 @@ def test_the_batch_script_goes_on_where_it_was():
     assert "#SBATCH" in head
     assert "#SBATCH" not in "".join(rest)  # Slurm reads none after the first command
     command = re.search(r"seqarch\} fit \"\$@\" (.*?)\n", text.replace("\\\n", " "))[1]
-    recipes, options = settle(["--config", "recipes/quickstart.yaml", *shlex.split(command)])
+    _, options = settle(["--config", "recipes/quickstart.yaml", *shlex.split(command)])
     assert options == {"trainer.num_nodes": "1", "trainer.devices": "1"}
     check(["--config", "recipes/quickstart.yaml", *shlex.split(command)])
 
