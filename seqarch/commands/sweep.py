@@ -21,13 +21,23 @@ _SBATCH = """#!/bin/bash
 #SBATCH --chdir="{here}"
 #SBATCH --output="{out}/.sweep/slurm-%A_%a.log"
 #SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
 # Resources are given when it is submitted: sbatch --gres=gpu:1 --cpus-per-task=8 --time=24:00:00 FILE
-exec {command} --member "$SLURM_ARRAY_TASK_ID"
+{command} --member "$SLURM_ARRAY_TASK_ID" &
+trap 'kill -USR1 $!' USR1
+wait $!
+status=$?
+# A signal ends `wait`; it is called again for the status of the run, which saves first.
+[ $status -le 128 ] || {{ wait $!; status=$?; }}
+if [ $status -eq 75 ]; then
+    scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID" && sleep 60 # until Slurm ends this script
+fi
+exit $status
 """
 
 
 def run(name: str, arguments: list[str]) -> None:
-    """Run what is left of a sweep, or one member of it; exit with status 1 if one failed."""
+    """Run what is left of a sweep, or one member of it; exit with status 1 if one failed, 75 if one was stopped."""
     parser = Parser(
         prog=f"seqarch {name}",
         description="Train every combination of a sweep file's values, each in a run folder of its own. "
@@ -61,6 +71,8 @@ def run(name: str, arguments: list[str]) -> None:
     _show(members, states)
     if not options.list and "failed" in states.values():
         raise SystemExit(1)
+    if not options.list and "stopped" in states.values():
+        raise SystemExit(os.EX_TEMPFAIL)
 
 
 def _batch_script(members: list[Member], config: str, out: str | None) -> str:
@@ -84,7 +96,9 @@ def _run(members: list[Member], jobs: int) -> None:
     environment = dict(os.environ)
     if jobs > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of ending the runs
+    # By way of ending the runs, which save. SIGUSR1 is what a batch script gets before its time is up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(os.EX_TEMPFAIL))
     run_members(
         [member for member in members if member.state() != "done"],
         jobs,

@@ -76,7 +76,7 @@ class Member:
         status = self._status()
         if status == 0:
             return "done" if self.run_dir.is_dir() else "waiting"  # it was deleted since
-        if status is not None:
+        if status not in (None, os.EX_TEMPFAIL):  # that one asks to be called again
             return "failed"
         return "stopped" if self._last.exists() or self.file("log").exists() else "waiting"
 

@@ -46,7 +46,7 @@ if what == "hangs":
 print("step 1\\n  it broke\\n" if what else "fine", flush=True)
 if what == "is killed":
     os.kill(os.getpid(), 9)
-sys.exit(3 if what else 0)
+sys.exit(75 if what == "is preempted" else 3 if what else 0)
 """
 
 
@@ -174,7 +174,20 @@ def test_two_processes_never_train_the_same_member(file):
     assert len(calls(first)) <= 1
 
 
-def test_ending_the_sweep_ends_its_runs(file):
+def test_a_member_that_was_preempted_is_stopped_and_its_job_may_be_queued_again(file):
+    (file.parent / "here" / "a-2.does").write_text("is preempted")
+    command = ["sweep", "--config", str(file), "--out", str(file.parent / "here"), "--member", "1"]
+    with pytest.raises(SystemExit) as end:
+        main(command)
+    assert end.value.code == 75
+    assert members(file)[1].state() == "stopped"
+    (file.parent / "here" / "a-2.does").unlink()
+    main(command)
+    assert members(file)[1].state() == "done"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGUSR1, 75)])
+def test_ending_the_sweep_ends_its_runs(file, number, status):
     (file.parent / "here" / "a-1.does").write_text("hangs")
     code = (
         f"import sys; from seqarch.training import sweep; from seqarch.cli import main; "
@@ -186,8 +199,8 @@ def test_ending_the_sweep_ends_its_runs(file):
     while not (file.parent / "here" / "a-1" / "hanging").exists():
         assert process.poll() is None
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() == 128 + signal.SIGTERM
+    process.send_signal(number)
+    assert process.wait() == status
     assert [m.state() for m in members(file)] == ["stopped", "waiting", "waiting", "waiting"]
 
 
@@ -204,10 +217,12 @@ def test_a_batch_script_works_from_any_folder_and_environment(file, capsys, monk
         f'#SBATCH --chdir="{file.parent}"',
         '#SBATCH --output="my 5%% runs/.sweep/slurm-%A_%a.log"',
         "#SBATCH --open-mode=append",
+        "#SBATCH --signal=B:USR1@120",
     }
     python = shlex.quote(sys.executable)
     command = f"{python} -m seqarch sweep --config sweep.yaml --out 'my 5% runs'"
-    assert lines[-1] == f'exec {command} --member "$SLURM_ARRAY_TASK_ID"'
+    assert f'{command} --member "$SLURM_ARRAY_TASK_ID" &' in lines
+    subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, check=True)
     assert (file.parent / "my 5% runs" / ".sweep").is_dir()
 
 
