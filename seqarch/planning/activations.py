@@ -27,7 +27,7 @@ from seqarch.model.loss import linear_cross_entropy
 from seqarch.planning.live_bytes import LiveBytes
 
 _LONGEST = 2048
-"""Tokens up to which a length is run as it is; longer ones are extrapolated from three that are shorter."""
+"""Tokens up to which a length is run as it is; longer ones too, if the number of operators does not grow with it."""
 _USUAL = 512
 """Tokens from which on nothing changes its form for want of tokens: bytes are linear in the sequences of a batch."""
 
@@ -80,6 +80,14 @@ class _Part(NamedTuple):
     """The most that it takes at one time, gradients of its output and input included."""
 
 
+class _Run(NamedTuple):
+    """One length."""
+
+    parts: list[_Part]
+    operators: int
+    """How many were called."""
+
+
 class ActivationModel:
     """What the activations of a model take, by micro batch and checkpointing.
 
@@ -127,28 +135,44 @@ class ActivationModel:
     def _parts(self, B: int) -> list[_Part]:
         if B not in self._counted:
             try:
-                blocks = self._fit(lambda T: self._run_blocks(B, T, values=False), 2)
+                blocks = self._at_length(lambda T: self._run_blocks(B, T, values=False))
             except (DataDependentOutputException, DynamicOutputShapeException):
-                blocks = self._fit(lambda T: self._run_blocks(B, T, values=True), 1)
-            self._counted[B] = [*blocks, *self._fit(lambda T: [self._run_head(B, T)], 2)]
+                blocks = self._by_line(lambda T: self._run_blocks(B, T, values=True))
+            self._counted[B] = [*blocks, *self._at_length(lambda T: self._run_head(B, T))]
         return self._counted[B]
 
-    def _fit(self, run: Callable[[int], list[_Part]], degree: int) -> list[_Part]:
-        """At T; where that is too long, by a curve through three shorter lengths.
+    def _at_length(self, run: Callable[[int], _Run]) -> list[_Part]:
+        """At T: run so where that takes no longer than a short one; else extrapolated from four shorter lengths.
 
-        No mixer holds more than T². Where values decide what is held, a line: a parabola would blow up their noise.
+        A loop over tokens would take minutes. What it takes at its peak has bends, where another moment becomes the
+        peak, so a parabola is believed only if the curvature is the same in both halves: else it is a line.
         """
         if self.seq_len <= _LONGEST:
-            return run(self.seq_len)
-        lengths = (_LONGEST // 4, _LONGEST // 2, _LONGEST)
-        values = np.array([run(T) for T in lengths], dtype=np.float64)
+            return run(self.seq_len).parts
+        lengths = [_LONGEST // 8, _LONGEST // 4, _LONGEST // 2, _LONGEST]
+        runs = [run(T) for T in lengths]
+        if runs[-1].operators == runs[-2].operators:
+            return run(self.seq_len).parts
         x = np.array(lengths) / _LONGEST
-        coefficients = np.linalg.lstsq(np.vander(x, degree + 1), values.reshape(3, -1), rcond=None)[0]
-        at = np.vander([self.seq_len / _LONGEST], degree + 1) @ coefficients
-        return [_Part(*row) for row in at.reshape(values.shape[1:])]
+        at = self.seq_len / _LONGEST
+        values = np.array([r.parts for r in runs], dtype=np.float64).reshape(4, -1)
+        before, after = np.polyfit(x[:3], values[:3], 2), np.polyfit(x[1:], values[1:], 2)
+        line = values[-1] + (values[-1] - values[-2]) / (x[-1] - x[-2]) * (at - 1)
+        parabola = after[0] * at**2 + after[1] * at + after[2]
+        curved = np.isclose(before[0], after[0], rtol=0.1, atol=0) & (after[0] > 0)
+        return [_Part(*row) for row in np.where(curved, parabola, line).reshape(len(runs[0].parts), -1)]
 
-    def _run_blocks(self, B: int, T: int, *, values: bool) -> list[_Part]:
-        out, context = [], {}
+    def _by_line(self, run: Callable[[int], _Run]) -> list[_Part]:
+        """At T; where that is too long to compute, by a line through three shorter lengths: values make noise."""
+        if self.seq_len <= _LONGEST:
+            return run(self.seq_len).parts
+        lengths = [_LONGEST // 2, _LONGEST * 3 // 4, _LONGEST]
+        values = np.array([run(T).parts for T in lengths], dtype=np.float64)
+        line = np.polyfit(lengths, values.reshape(3, -1), 1)
+        return [_Part(*row) for row in (line[0] * self.seq_len + line[1]).reshape(values.shape[1:])]
+
+    def _run_blocks(self, B: int, T: int, *, values: bool) -> _Run:
+        out, operators, context = [], 0, {}
         blocks = [copy.deepcopy(self.model.blocks[i]) for i in self._examples]
         with nullcontext() if values else FakeTensorMode(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -168,9 +192,10 @@ class ActivationModel:
                     with torch.autocast("cpu", enabled=False):
                         _backward(y, gradient, block)
                 out.append(_Part(output, shared, held, live.peak - shared))
-        return out
+                operators += live.operators
+        return _Run(out, operators)
 
-    def _run_head(self, B: int, T: int) -> _Part:
+    def _run_head(self, B: int, T: int) -> _Run:
         """The final norm, and the loss."""
         model = self.model
         norm = copy.deepcopy(model.norm)
@@ -185,7 +210,7 @@ class ActivationModel:
                 held = live.now
                 with torch.autocast("cpu", enabled=False):
                     _backward(total, torch.ones_like(total), norm)
-        return _Part(0, 0, held, live.peak)
+        return _Run([_Part(0, 0, held, live.peak)], live.operators)
 
     def _allocate(self, module: nn.Module) -> None:
         """Give what is on the meta device storage, and the parameters the type that they are used in."""

@@ -27,12 +27,15 @@ class LiveBytes(TorchDispatchMode):
         """Bytes that are held."""
         self.peak = 0
         """The most bytes that were held at one time."""
+        self.operators = 0
+        """How many operators were called."""
         self._made_up_products = made_up_products
         self._sizes = {t.untyped_storage()._cdata: 0 for t in known}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        self.operators += 1
         if self._made_up_products and func is torch.ops.aten.mm.default:
             a, b = args
             out = a.new_empty(a.shape[0], b.shape[1]).normal_()

@@ -85,6 +85,24 @@ def test_long_sequences_and_large_batches_are_extrapolated(mixer, monkeypatch):
     assert extrapolated.total == pytest.approx(run.total, rel=0.05)
 
 
+@pytest.mark.parametrize("mixer", ["Attention", "RWKV5", "DeltaNet"])
+def test_the_bend_where_activations_outgrow_the_weights_is_no_parabola(mixer):
+    with torch.device("meta"):
+        model = SequenceModel(256, 1024, 1, partial(find(mixer), backend="torch", n_heads=8), SwiGLU)
+    shorter, longer = (ActivationModel(model, T, Precision(torch.bfloat16))(1, True).working for T in (51_200, 102_400))
+    assert 1.95 < longer / shorter < 2.05
+
+
+def test_a_loop_is_extrapolated_by_a_parabola_only_where_it_is_one():
+    model = ActivationModel(build("Attention", n_layers=1), 20_000, Precision())
+
+    def run(T):  # held is quadratic, the peak has a bend at 700
+        return activations._Run([activations._Part(T, 0, T * T + 3 * T, max(7e5, 1000 * T))], operators=T)
+
+    (part,) = model._at_length(run)
+    assert part == pytest.approx((20_000, 0, 20_000**2 + 3 * 20_000, 1000 * 20_000))
+
+
 def test_bfloat16_takes_half_but_for_what_stays_float32():
     model = build("Attention")
     wide, narrow = (ActivationModel(model, T, Precision(dtype))(B, False) for dtype in (torch.float32, torch.bfloat16))

@@ -15,7 +15,8 @@ import pytest
 from tests.training.synthetic import rows
 
 pytestmark = pytest.mark.slow
-SMALL = """--model.d_model 32 --model.n_layers 1 --data.seq_len 32 --data.batch_size 4 --data.micro_batch_size 2 --trainer.max_steps 40
+SMALL = """--model.d_model 32 --model.n_layers 1 --data.seq_len 32 --data.batch_size 4 --data.micro_batch_size 2
+--trainer.max_steps 40
 --model.val_every_n_steps 20 --data.max_val_tokens 2000 --checkpoint_every_n_steps 5 --trainer.log_every_n_steps 1"""
 
 
