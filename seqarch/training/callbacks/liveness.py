@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 BEAT_S = 1.0
 SILENT_S = 4.0
 """A process that has said nothing for so long is counted as gone."""
+STORE_S = 10.0
+"""After which the store is counted as gone."""
+_LOST = "A process can no longer be reached, or does not answer"
+_IDLE = "No step has ended in"
 _CONNECTION = re.compile(r"gloo|nccl|connection (closed|reset|refused)|timed out|socket", re.I)
 
 
@@ -41,8 +45,8 @@ class Liveness(Callback):
     def __init__(self, beat_s: float = BEAT_S) -> None:
         self.beat_s = beat_s
         self._thread: threading.Thread | None = None
-        self._end = threading.Event()
-        self._gave_up = False
+        self._wake, self._end, self._told = threading.Event(), threading.Event(), threading.Event()
+        self._gave_up_at: float | None = None
         self._own_error: str | None = None
         self._step, self._since = 0, time.monotonic()
 
@@ -55,15 +59,15 @@ class Liveness(Callback):
         clone = getattr(store, "clone", None)
         self._store = store if clone is None else clone()
         if clone is not None:
-            self._store.set_timeout(timedelta(seconds=10))
+            self._store.set_timeout(timedelta(seconds=STORE_S))
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         timeout = getattr(trainer.strategy, "_timeout", None)
         self._patience = 0.8 * (timeout.total_seconds() if timeout is not None else 1800.0)
         self._main = threading.get_ident()
-        self._gave_up, self._own_error = False, None
+        self._gave_up_at, self._own_error = None, None
         self._trainer = trainer
-        self._step = 0
-        self._end.clear()
+        for event in (self._wake, self._end, self._told):
+            event.clear()
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
         self._progress()
         self._thread.start()
@@ -84,15 +88,16 @@ class Liveness(Callback):
         """Say who is at fault, if the error is that of a connection; else tell the others that it is this process."""
         if self._thread is None:
             return
-        self._gave_up = True
-        connection = isinstance(exception, RuntimeError) and _CONNECTION.search(str(exception)) is not None
-        if not connection:
+        if isinstance(exception, RuntimeError) and _CONNECTION.search(str(exception)) is not None:
+            patience = SILENT_S + 2 * self.beat_s + STORE_S
+        else:
             self._own_error = f"{type(exception).__name__}: {exception}".splitlines()[0]
-        self._speak()
-        if connection:  # all wait equally long, or the first to end would have the launcher end the others
-            time.sleep(SILENT_S + self.beat_s)
-            self._report("A process can no longer be reached, or does not answer", among_failed=True)
-            time.sleep(self.beat_s)
+            patience = 2 * self.beat_s
+        self._gave_up_at = time.monotonic()
+        self._wake.set()
+        # the thread alone uses the store, which may be what is gone
+        if not self._told.wait(patience) and self._own_error is None:
+            self._without_store("it does not answer")
         self._stop()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -103,24 +108,35 @@ class Liveness(Callback):
         if self._thread is not None:
             before, self._step, self._since = self._step, self._trainer.global_step + 1, time.monotonic()
             if self._step != before:
-                self._speak()
+                self._wake.set()
 
     def _stop(self) -> None:
         self._end.set()
+        self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout=self.beat_s)
         self._thread = None
 
     def _run(self) -> None:
         reported = False
-        while not self._end.wait(self.beat_s):
+        while not self._end.is_set():
+            given_up_at = self._gave_up_at
             self._speak()
-            idle = time.monotonic() - self._since
-            if idle < self._patience:
-                reported = False
-            elif not reported and not self._gave_up:
-                reported = True
-                self._report(f"No step has ended in {idle:.0f} s", among_failed=False)
+            if given_up_at is None:
+                idle = time.monotonic() - self._since
+                if idle < self._patience:
+                    reported = False
+                elif not reported:
+                    reported = True
+                    self._report(f"{_IDLE} {idle:.0f} s", among_failed=False)
+            elif self._own_error is not None:
+                self._told.set()
+            # all wait equally long, or the first to end would have the launcher end the others
+            elif not self._told.is_set() and time.monotonic() > given_up_at + SILENT_S + self.beat_s:
+                self._report(_LOST, among_failed=True)
+                self._told.set()
+            self._wake.wait(self.beat_s)
+            self._wake.clear()
 
     def _speak(self) -> None:
         sign = {
@@ -130,7 +146,7 @@ class Liveness(Callback):
             "step": self._step,
             "idle": time.monotonic() - self._since,
             "where": _where(self._main),
-            "gave_up": self._gave_up,
+            "gave_up": self._gave_up_at is not None,
             "own_error": self._own_error,
         }
         try:
@@ -143,13 +159,22 @@ class Liveness(Callback):
         try:
             signs = {rank: json.loads(self._store.get(_key(rank))) for rank in range(self._world_size)}
         except Exception as error:  # whatever the store raises
-            log.error("%s; nor does the store, through which processes find each other (%s).", what, error)
+            self._without_store(str(error).splitlines()[0])
             return
         now = time.time()
         gone = {rank for rank, sign in signs.items() if now - sign["at"] > max(SILENT_S, 2 * self.beat_s)}
         speakers = [r for r, sign in signs.items() if r not in gone and (sign["gave_up"] or not among_failed)]
         if speakers and self._rank == min(speakers):
             log.error("%s.\n%s", what, "\n".join(_lines(signs, gone, now)))
+
+    def _without_store(self, error: str) -> None:
+        """Log that nothing can be known of the others."""
+        log.error(
+            "%s.\n  rank %d (host %s) cannot reach the store at %s:%s either, which the first process or its launcher "
+            "keeps: %s",
+            *(_LOST, self._rank, socket.gethostname()),
+            *(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), error),
+        )
 
 
 def _lines(signs: dict[int, dict[str, Any]], gone: set[int], now: float) -> list[str]:
