@@ -143,6 +143,22 @@ class NativeFormat(ABC):
         return out
 
 
+class NoFormat(NativeFormat):
+    """A model class of the same architecture's name that does not compute the same: asking for it is an error."""
+
+    reason: ClassVar[str]
+    names = ()
+    fixed = {}
+
+    def to_config(self, model: SequenceModel) -> dict[str, Any]:
+        """Raises the reason."""
+        raise self.cannot(self.reason)
+
+    def to_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises the reason."""
+        raise self.cannot_import(self.reason)
+
+
 def same_in_all_layers(fmt: NativeFormat, model: SequenceModel, mixer_options: Iterable[str]) -> dict[str, Any]:
     """Attributes of the mixers that every layer must have alike.
 
@@ -214,7 +230,8 @@ def find_format(name: str) -> NativeFormat:
     """
     known = formats()
     if name not in known:
-        raise ValueError(f"--format must be one of {', '.join([HF, *known])}, got '{name}'")
+        usable = [n for n, load in known.items() if not isinstance(load(), NoFormat)]
+        raise ValueError(f"--format must be one of {', '.join([HF, *usable])}, got '{name}'")
     return known[name]()
 
 
@@ -228,7 +245,7 @@ def format_of_type(model_type: str) -> NativeFormat:
     for fmt in loaded:
         if fmt.model_type == model_type:
             return fmt
-    types = ", ".join(["seqarch", *(fmt.model_type for fmt in loaded)])
+    types = ", ".join(["seqarch", *(fmt.model_type for fmt in loaded if not isinstance(fmt, NoFormat))])
     raise ValueError(f"config.json says model_type '{model_type}'; what can be imported: {types}")
 
 
