@@ -43,7 +43,9 @@ class Llama(NativeFormat):
                 raise self.cannot(f"temperature is {temperature:g}, and LlamaForCausalLM has only 1")
         sizes = same_in_all_layers(self, model, ("n_heads", "n_kv_heads", "head_dim", "rope_base"))
         if model.d_model % sizes["n_heads"]:
-            raise self.cannot(f"n_heads ({sizes['n_heads']}) does not divide d_model ({model.d_model}), as Llama's must")
+            raise self.cannot(
+                f"n_heads ({sizes['n_heads']}) does not divide d_model ({model.d_model}), as Llama's must"
+            )
         theta = float(sizes["rope_base"])
         return {
             "num_attention_heads": sizes["n_heads"],

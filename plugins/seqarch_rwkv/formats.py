@@ -1,4 +1,4 @@
-"""Why RWKV-6 and RWKV-7 are not flash-linear-attention's models, though their mixers and channel mixers are its layers."""
+"""Why RWKV-6 and RWKV-7 are not flash-linear-attention's models, though their two halves are its layers."""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ from seqarch.commands.usage import Parser
 
 def run(name: str, arguments: list[str]) -> None:
     """Parse the arguments and convert."""
-    parser = Parser(prog=f"seqarch {name}", description="Write a model's folder as a checkpoint that holds its weights.")
+    parser = Parser(
+        prog=f"seqarch {name}", description="Write a model's folder as a checkpoint that holds its weights."
+    )
     parser.add_argument("folder", type=str, help="What `seqarch export` wrote, or another model of such a type.")
     parser.add_argument("out", type=str, help="The checkpoint; its name ends in .safetensors.")
     import_(**vars(parser.parse_args(arguments)))

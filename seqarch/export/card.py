@@ -117,7 +117,9 @@ class Card:
     def _training(self) -> str:
         lines = [f"- {self.tokens:,} tokens in {self.step:,} optimiser steps"]
         if self.data:
-            lines.append(f"- Data: {self.config['data'].get('class_path')} on `{_shown_path(self.data.get('path', '?'))}`")
+            lines.append(
+                f"- Data: {self.config['data'].get('class_path')} on `{_shown_path(self.data.get('path', '?'))}`"
+            )
             for option, label in (("train_domains", "Trained on"), ("test_domains", "Tested on")):
                 domains = self.data.get(option)
                 lines.append(f"- {label}: {', '.join(domains) if domains else 'all domains of the corpus'}")
@@ -161,7 +163,8 @@ def _usage(native: NativeFormat | None) -> str:
     else:
         install, first = native.library, "import fla\n" if native.library == "flash-linear-attention" else ""
     return (
-        f"    pip install '{install}'\n\n```python\n{first}from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"    pip install '{install}'\n\n```python\n{first}"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'folder = "."\n'
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
         "model = AutoModelForCausalLM.from_pretrained(folder)\n"

@@ -1,7 +1,7 @@
 """Formats of other libraries: what a mixer's package says about one, and finding it.
 
-A mixer lists them in ``TokenMixer.formats``. A format is a rule for names, since the tensors are the same on both sides,
-and two functions for options.
+A mixer lists them in ``TokenMixer.formats``. A format is a rule for names, since the tensors are the same on both
+sides, and two functions for options.
 """
 
 from __future__ import annotations

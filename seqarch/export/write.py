@@ -90,17 +90,13 @@ def _own_config(module: SequenceModule) -> dict[str, Any]:
 
 
 def requirements(modules: list[nn.Module]) -> dict[str, str]:
-    """By class path, name and version of the distribution that a class comes from; of installed plugins only."""
+    """By class path, name and version of the distribution that a class comes from, where that is known."""
     owners = packages_distributions()
-    of_plugins = {p.mixer: p.distribution for p in plugins() if p.mixer is not None}
+    of_plugins: dict[type, str] = {p.mixer: p.distribution for p in plugins() if p.mixer is not None}
     out: dict[str, str] = {}
     for cls in {type(module) for module in modules}:
         path = class_path(cls)
-        if path is None:
-            continue
         names = owners.get(cls.__module__.split(".")[0], [])
-        if cls in of_plugins:
-            out[path] = of_plugins[cls]
-        elif names:
-            out[path] = f"{names[0]} {version(names[0])}"
+        if path is not None and (cls in of_plugins or names):
+            out[path] = of_plugins.get(cls) or f"{names[0]} {version(names[0])}"
     return dict(sorted(out.items()))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.utils import ALL_CACHE_NAMES
@@ -125,9 +124,10 @@ class SeqArchForCausalLM(PreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **items)
         if logits_to_keep:
             logits = logits[:, -logits_to_keep:]
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{_CACHE: cache})
+        kept: dict[str, Any] = {_CACHE: cache}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)  # pyright: ignore[reportArgumentType]
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         generation_config: Any,
         model_kwargs: dict[str, Any],
@@ -139,7 +139,7 @@ class SeqArchForCausalLM(PreTrainedModel, GenerationMixin):
             copies = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             model_kwargs[_CACHE] = self.new_cache(batch_size * copies, max_cache_length + 1)
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         input_ids: Tensor,
         cache: StateCache | None = None,
@@ -179,9 +179,9 @@ def _build(config: SeqArchConfig) -> SequenceModel:
         if not missing:
             raise
         names = ", ".join(sorted({d.split()[0] for d in missing}))
-        raise ValueError(f"{error}. The model was trained with {', '.join(sorted(set(missing)))}: install {names}") from (
-            error
-        )
+        raise ValueError(
+            f"{error}. The model was trained with {', '.join(sorted(set(missing)))}: install {names}"
+        ) from (error)
 
 
 def _known(path: str) -> bool:
@@ -201,4 +201,6 @@ def _check_padding(attention_mask: Tensor | None, *, cached: bool) -> None:
             "Give prompts of one length, or one at a time"
         )
     if bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
-        raise ValueError("pad on the right (tokenizer.padding_side = 'right'): padding before a text changes its logits")
+        raise ValueError(
+            "pad on the right (tokenizer.padding_side = 'right'): padding before a text changes its logits"
+        )

@@ -1,4 +1,4 @@
-"""fla's DeltaNet models on a CPU, where its kernels raise: the models' own code and weights, plain torch in their place.
+"""fla's DeltaNet models on a CPU, where its kernels raise: the models' own code, with torch in the kernels' place.
 
 The recurrences are fla's own naive ones.
 """

@@ -14,7 +14,9 @@ from tests.evaluation.trained_models import tokenizer
 V = 300
 
 
-def write_model(run_dir: Path, mixer: Any, channel_mixer: Any = SwiGLU, **options: Any) -> SequenceModule:
+def write_model(
+    run_dir: Path, mixer: Any, channel_mixer: Any = SwiGLU, *, step: int = 7, **options: Any
+) -> SequenceModule:
     """Write a run folder with a checkpoint of random weights, far from uniform, and a tokenizer; returns the module."""
     module = SequenceModule(V, 32, 2, mixer, channel_mixer, **options)
     module.seed = 1
@@ -24,13 +26,13 @@ def write_model(run_dir: Path, mixer: Any, channel_mixer: Any = SwiGLU, **option
             if p.ndim >= 2 or "norm" in name:  # where a fresh model has zeros or ones, an error would not show
                 p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
         module.model.embedding.weight.mul_(10)
-    state = {"seed": 1, "skipped_steps": 0, "skipped_in_a_row": 0, "tokens": 7000}
+    state = {"seed": 1, "skipped_steps": 0, "skipped_in_a_row": 0, "tokens": 1000 * step}
     (run_dir / "checkpoints").mkdir(parents=True)
     torch.save(
         {
             "state_dict": module.state_dict(),
             "hyper_parameters": dict(module.hparams),
-            "global_step": 7,
+            "global_step": step,
             "seqarch": state,
         },
         run_dir / "checkpoints" / "last.ckpt",

@@ -1,4 +1,4 @@
-"""The format hf: transformers computes what the trainer does, to the bit, and generates what `seqarch generate` does."""
+"""The format hf: transformers computes what the trainer does, to the bit, and generates what seqarch does."""
 
 import json
 from functools import partial
