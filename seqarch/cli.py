@@ -18,6 +18,14 @@ COMMANDS = {
         "seqarch.commands.consolidate:run",
         "one safetensors file of a checkpoint: seqarch consolidate RUN model.safetensors",
     ),
+    "export": (
+        "seqarch.commands.export:run",
+        "a model for transformers or fla: seqarch export RUN FOLDER --format hf",
+    ),
+    "import": (
+        "seqarch.commands.import_model:run",
+        "a checkpoint from such a folder: seqarch import FOLDER model.safetensors",
+    ),
     "generate": ("seqarch.commands.generate:run", "continue a text: seqarch generate --ckpt … --prompt …"),
     "eval": ("seqarch.commands.eval:run", "downstream tasks of a checkpoint: seqarch eval RUN --tasks …"),
     "needle": ("seqarch.commands.needle:run", "find a number in a long text: seqarch needle RUN --lengths 1024 4096"),

@@ -107,6 +107,10 @@ class TokenMixer(nn.Module, ABC):
     tags: Tags = Tags()
     """Set on the instance in ``__init__`` where it depends on options."""
 
+    formats: ClassVar[Mapping[str, str]] = {}
+    """Formats of other libraries that models of this mixer can be exported to: by name, ``module:class`` of its
+    ``seqarch.export.formats.NativeFormat``, imported when it is asked for."""
+
     def __init__(self, d_model: int, *, layer_idx: int = 0, n_layers: int = 1, backend: str = "auto") -> None:
         super().__init__()
         at_least(1, d_model=d_model)

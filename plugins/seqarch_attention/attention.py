@@ -47,6 +47,7 @@ class Attention(TokenMixer):
         Backend("flex", ("triton",), device="cuda"),
         TORCH,
     )
+    formats = {"llama": "seqarch_attention.llama:Llama"}
 
     def __init__(
         self,

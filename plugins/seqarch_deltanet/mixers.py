@@ -199,6 +199,8 @@ class DeltaNet(_DeltaRuleMixer):
         backend: auto, fla or torch.
     """
 
+    formats = {"fla-delta_net": "seqarch_deltanet.formats:FlaDeltaNet"}
+
     def __init__(
         self,
         d_model: int,
@@ -251,6 +253,8 @@ class GatedDeltaNet(_DeltaRuleMixer):
         gate: Gate the output with SiLU of a projection of the input.
         backend: auto, fla or torch.
     """
+
+    formats = {"fla-gated_deltanet": "seqarch_deltanet.formats:FlaGatedDeltaNet"}
 
     def __init__(
         self,

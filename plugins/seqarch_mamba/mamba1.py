@@ -42,6 +42,7 @@ class Mamba1(TokenMixer):
     """
 
     backends = (Backend("mamba_ssm", ("mamba_ssm",), device="cuda"), TORCH)
+    formats = {"mamba": "seqarch_mamba.formats:Mamba"}
 
     def __init__(
         self,

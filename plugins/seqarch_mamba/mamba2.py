@@ -50,6 +50,7 @@ class Mamba2(TokenMixer):
         Backend("fla", ("fla",), device="cuda"),
         TORCH,
     )
+    formats = {"mamba2": "seqarch_mamba.formats:MambaTwo"}
 
     def __init__(
         self,

@@ -39,6 +39,8 @@ class RWKV7(RWKVMixer):
         backend: auto, fla or torch.
     """
 
+    formats = {"fla-rwkv7": "seqarch_rwkv.formats:FlaRWKV7"}
+
     def __init__(
         self,
         d_model: int,

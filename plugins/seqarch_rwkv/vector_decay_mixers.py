@@ -191,6 +191,8 @@ class RWKV6(_VectorDecayMixer):
         backend: auto, fla or torch.
     """
 
+    formats = {"fla-rwkv6": "seqarch_rwkv.formats:FlaRWKV6"}
+
     def __init__(
         self,
         d_model: int,

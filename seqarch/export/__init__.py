@@ -1,0 +1,1 @@
+"""Trained models in other programs' formats, and back."""
